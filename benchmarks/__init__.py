@@ -1,0 +1,1 @@
+"""Benchmarks: each `python -m benchmarks.<name> [--json FILE]`, ratios measured side by side in one run."""

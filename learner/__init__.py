@@ -1,0 +1,1 @@
+"""The learner: advantages, corrections, losses, packing, training, checkpoints (docs/design.md §8)."""

@@ -1,0 +1,1 @@
+"""Rollout nodes: engines, the episode loop, chat rendering, the re-prefill ledger (docs/design.md §7)."""

@@ -1,0 +1,224 @@
+"""The whole configuration: sections, combinations that cannot work, loading, overrides, saving.
+
+Every error names the key, the value and the remedy, in one sentence.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import Field, ValidationError
+
+from segue.config.cluster import ClusterConfig, SerialConfig
+from segue.config.envpool import EnvPoolConfig
+from segue.config.learner import CheckpointConfig, LearnerConfig, ModelConfig, WarmstartConfig, WeightSyncConfig
+from segue.config.rollout import RolloutConfig
+from segue.config.scheduler import (
+    BatchConfig,
+    DataConfig,
+    EvalConfig,
+    GroupConfig,
+    QueueConfig,
+    SchedulerConfig,
+    StalenessConfig,
+    TaskConfig,
+    UpdateConfig,
+)
+from segue.config.section import Section
+from segue.errors import UserError
+
+
+class Config(Section):
+    """A run. `steps` is how many batches are trained in all."""
+
+    mode: Literal["async", "one_step_off", "sync"] = "async"
+    steps: int = Field(ge=1)
+    seed: int = 0
+    task: TaskConfig
+    model: ModelConfig = ModelConfig()
+    warmstart: WarmstartConfig | None = None
+    group: GroupConfig = GroupConfig()
+    batch: BatchConfig = BatchConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    update: UpdateConfig = UpdateConfig()
+    queue: QueueConfig = QueueConfig()
+    data: DataConfig = DataConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    envpool: EnvPoolConfig = EnvPoolConfig()
+    learner: LearnerConfig = LearnerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    weightsync: WeightSyncConfig = WeightSyncConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    eval: EvalConfig = EvalConfig()
+    serial: SerialConfig = SerialConfig()
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read, override, check and resolve a config file. Raises `UserError` with one sentence."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no config file {path}: name one that exists, for instance configs/quickstart.toml.") from None
+    except IsADirectoryError:
+        raise UserError(f"{path} is a folder: name a config file in it.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML ({error}): correct that line.") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from None
+    _merge(data, parse_overrides(overrides or []))
+    return resolve(data, str(path))
+
+
+def parse_overrides(overrides: list[str]) -> dict[str, Any]:
+    """`["learner.lr=1e-5"]` as a nested dict; values are TOML, and what is not valid TOML is taken as a string."""
+    result: dict[str, Any] = {}
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--set {item} is not key=value: write for instance --set learner.lr=1e-5.")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        node = result
+        *parents, last = key.strip().split(".")
+        for part in parents:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise UserError(f"--set {item} goes into {part}, which another --set made a value: leave one of the two out.")
+        node[last] = value
+    return result
+
+
+def _merge(data: dict[str, Any], extra: dict[str, Any]) -> None:
+    for key, value in extra.items():
+        if isinstance(value, dict) and isinstance(data.get(key), dict):
+            _merge(data[key], value)
+        else:
+            data[key] = value
+
+
+def resolve(data: dict[str, Any], where: str) -> Config:
+    """A checked config with all defaults that depend on other keys filled in."""
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise UserError(_sentence(error, where)) from None
+    config = _resolved(config)
+    _check(config, where)
+    return config
+
+
+def _sentence(error: ValidationError, where: str) -> str:
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{where} has an unknown key {key} = {first['input']!r}: {_nearest(key)}."
+    if first["type"] == "missing":
+        return f"{where} lacks the key {key}: add it."
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return f"{where} sets {key} = {first['input']!r}, which must be {message.removeprefix('must be ')}: change it."
+
+
+def _nearest(key: str) -> str:
+    import difflib
+
+    *parents, last = key.split(".")
+    node: Any = Config
+    for part in parents:
+        field = node.model_fields.get(part) if isinstance(node, type) and issubclass(node, Section) else None
+        if field is None:
+            return "remove it"
+        kinds = [k for k in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(k, type)]
+        node = next((k for k in kinds if issubclass(k, Section)), None)
+    if node is None:
+        return "remove it"
+    close = difflib.get_close_matches(last, list(node.model_fields), n=1)
+    return f"did you mean {'.'.join([*parents, close[0]])}?" if close else "remove it"
+
+
+def _resolved(config: Config) -> Config:
+    update: dict[str, Any] = {}
+    age = {"sync": 0, "one_step_off": 1}.get(config.mode, config.staleness.max_age)
+    if config.mode != "async":
+        update["staleness"] = config.staleness.model_copy(update={"max_age": age})
+    if config.mode == "one_step_off":
+        update["update"] = config.update.model_copy(update={"inflight": "episode"})
+    if config.data.prefetch is None:
+        update["data"] = config.data.model_copy(update={"prefetch": 0 if age == 0 else 1})
+    if config.queue.groups == 0:
+        update["queue"] = config.queue.model_copy(update={"groups": (age + 1) * config.batch.groups})
+    if config.group.min_valid == 0:
+        update["group"] = config.group.model_copy(update={"min_valid": config.group.needed})
+    return config.model_copy(update=update)
+
+
+def _check(config: Config, where: str) -> None:
+    """Combinations that cannot work."""
+    age, groups, size = config.staleness.max_age, config.batch.groups, config.group.size
+    learner, rollout, pool = config.learner, config.rollout, config.envpool
+
+    def refuse(what: str) -> None:
+        raise UserError(f"{where} {what}")
+
+    if learner.advantage in ("grpo", "rloo", "dr_grpo") and size < 2:
+        refuse(
+            f"sets group.size = {size} with learner.advantage = '{learner.advantage}', whose baseline needs other members: "
+            "set group.size to 2 or more."
+        )
+    if config.group.min_valid > size:
+        refuse(f"sets group.min_valid = {config.group.min_valid} above group.size = {size}: lower it.")
+    if config.queue.groups < (age + 1) * groups:
+        refuse(
+            f"sets queue.groups = {config.queue.groups}, but staleness.max_age = {age} and batch.groups = {groups} need "
+            f"{(age + 1) * groups}: raise queue.groups or leave it out."
+        )
+    if age == 0 and config.data.prefetch:
+        refuse(f"sets data.prefetch = {config.data.prefetch} with staleness.max_age = 0: set data.prefetch to 0 or leave it out.")
+    if config.data.prefetch is not None and config.data.prefetch > age:
+        refuse(f"sets data.prefetch = {config.data.prefetch} above staleness.max_age = {age}: lower it.")
+    if config.mode == "sync" and config.update.rolling < 1.0:
+        refuse(
+            f"sets update.rolling = {config.update.rolling} with mode = 'sync', which updates all nodes at once: leave it out."
+        )
+    if learner.aggregation == "constant" and learner.constant_length == 0:
+        refuse(
+            "sets learner.aggregation = 'constant' without learner.constant_length: set it to the most action tokens you expect."
+        )
+    if learner.correction == "tis" and learner.minibatches > 1:
+        refuse(
+            f"sets learner.correction = 'tis' with learner.minibatches = {learner.minibatches}: a PPO ratio on the behaviour "
+            "policy is already the correction, so use correction = 'decoupled' or minibatches = 1."
+        )
+    if rollout.max_turn_tokens >= rollout.max_tokens:
+        refuse(
+            f"sets rollout.max_turn_tokens = {rollout.max_turn_tokens}, not below rollout.max_tokens = "
+            f"{rollout.max_tokens}: lower it."
+        )
+    capacity = pool.pools * pool.workers * pool.instances
+    if rollout.nodes * rollout.max_episodes > capacity:
+        refuse(
+            f"lets {rollout.nodes} nodes run {rollout.max_episodes} episodes each, but the env pools hold only "
+            f"{pool.pools} × {pool.workers} × {pool.instances} = {capacity} instances: "
+            "lower rollout.max_episodes or raise envpool.instances."
+        )
+    if not config.model.path and config.warmstart is None:
+        refuse("names no model: set model.path to a Hugging Face folder, or add a [warmstart] table.")
+    if config.model.path and config.warmstart is not None:
+        refuse("has both model.path and a [warmstart] table: leave one out.")
+    if config.warmstart is not None and config.warmstart.hidden_size % config.warmstart.heads:
+        refuse(
+            f"sets warmstart.hidden_size = {config.warmstart.hidden_size}, which warmstart.heads = {config.warmstart.heads} "
+            "does not divide: change one."
+        )
+    if config.weightsync.backend == "nccl" and not (learner.gpus and rollout.gpus):
+        refuse("sets weightsync.backend = 'nccl' without learner.gpus and rollout.gpus: set both, or use backend = 'gloo'.")
+
+
+def to_toml(config: Config) -> str:
+    """The resolved config as TOML; loading it gives the same config."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

@@ -1,0 +1,69 @@
+"""Weights between the learner's sender and the nodes' receivers. Only roles that hold a model import this (it needs torch)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import torch
+
+from segue.ports.scheduler import Transfer, TransferResult
+from segue.wire import Message
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a manifest. `dtype` is torch's name without "torch."."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+
+
+class Manifest(Message, frozen=True):
+    """What is sent: `what` is "full" (later: adapter, delta, with `base`), tensors in sending order, and a checksum.
+
+    `buckets` are lists of indices into `tensors`; `checksums` has one CRC-32 per bucket.
+    """
+
+    what: str
+    model: str
+    base: int
+    step: int
+    tensors: list[TensorSpec]
+    buckets: list[list[int]]
+    checksums: list[int]
+
+
+class StagedWeights(Protocol):
+    """Weights that have fully arrived and been verified, in memory the receiver owns until `load` has returned."""
+
+    version: int
+    manifest: Manifest
+
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+
+class WeightSender(Protocol):
+    """Rank 0 of the learner: keeps the newest published weights and broadcasts them; its own thread does the sending."""
+
+    def publish(self, step: int, named: dict[str, torch.Tensor]) -> Manifest:
+        """Copy the weights aside (the only part the training thread waits for); they stay until the next publish is sent."""
+        ...
+
+    async def send(self, transfer: Transfer) -> TransferResult:
+        """Take part in the broadcast as rank 0; never raises for a missing member, and returns by the transfer's deadline."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightReceiver(Protocol):
+    """One engine's end. `stage` returns when everything arrived and its checksums hold, or raises `TransferFailed`."""
+
+    async def stage(self, transfer: Transfer, rank: int) -> StagedWeights: ...
+
+    def close(self) -> None: ...
+
+
+class TransferFailed(Exception):
+    """A transfer that did not complete; the sentence names who is missing and until when was waited."""

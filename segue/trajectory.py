@@ -1,0 +1,151 @@
+"""A trajectory: token ids end to end, and for every sampled token who sampled it, how likely, and under which weights."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from segue.wire import Message
+
+NO_VERSION = -1
+
+
+class Author(enum.IntEnum):
+    """Who wrote a segment. Only ASSISTANT segments can hold sampled tokens; a harness may force some of theirs."""
+
+    SYSTEM = 0
+    USER = 1
+    ASSISTANT = 2
+    OBSERVATION = 3
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """A run of `length` tokens by one author within one turn. Turn -1 is the prompt."""
+
+    author: int
+    turn: int
+    length: int
+
+
+class TokenLog(msgspec.Struct, frozen=True):
+    """Tokens with everything recorded about each; all arrays have shape [T] and index t describes token t itself.
+
+    tokens       int32    ids, never re-tokenised
+    mask         uint8    1 if the policy sampled the token (it carries loss), else 0
+    logprobs     float32  log-probability of the sampled token as sampled, in nats, temperature included; 0 where mask is 0
+    versions     int32    weight version in the engine when the token was sampled; NO_VERSION where mask is 0
+    kv_versions  int32    version of the KV lineage the token was sampled on; equals `versions` unless KV was kept
+    """
+
+    tokens: np.ndarray[Any, Any]
+    mask: np.ndarray[Any, Any]
+    logprobs: np.ndarray[Any, Any]
+    versions: np.ndarray[Any, Any]
+    kv_versions: np.ndarray[Any, Any]
+    segments: list[Segment]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def validate(self) -> None:
+        """Raises ValueError: lengths differ, a sampled token lacks its log-probability or version, a forced one has them."""
+        n = len(self.tokens)
+        for name in ("mask", "logprobs", "versions", "kv_versions"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {n} tokens")
+        if sum(s.length for s in self.segments) != n:
+            raise ValueError(f"segments cover {sum(s.length for s in self.segments)} of {n} tokens")
+        sampled = self.mask == 1
+        if not np.all(sampled | (self.mask == 0)):
+            raise ValueError("mask has values other than 0 and 1")
+        if not np.all(np.isfinite(self.logprobs)) or np.any(self.logprobs[sampled] > 1e-4):
+            raise ValueError("a sampled token has no valid log-probability")
+        if np.any(self.versions[sampled] < 0) or np.any(self.kv_versions[sampled] < 0):
+            raise ValueError("a sampled token has no weight version")
+        if np.any(self.versions[~sampled] != NO_VERSION) or np.any(self.logprobs[~sampled] != 0):
+            raise ValueError("a token that was not sampled carries a version or a log-probability")
+        start = 0
+        for segment in self.segments:
+            if segment.author != Author.ASSISTANT and np.any(sampled[start : start + segment.length]):
+                raise ValueError(f"sampled tokens in a segment by {Author(segment.author).name}")
+            start += segment.length
+
+    def sampled_by_version(self) -> list[tuple[int, int]]:
+        """`[(version, number of sampled tokens)]`, ascending."""
+        found, counts = np.unique(self.versions[self.mask == 1], return_counts=True)
+        return [(int(v), int(n)) for v, n in zip(found, counts, strict=True)]
+
+
+def context(tokens: list[int], author: Author, turn: int) -> TokenLog:
+    """Tokens that nobody sampled: prompt, observations, and what the harness forces into an assistant turn."""
+    n = len(tokens)
+    return TokenLog(
+        tokens=np.asarray(tokens, dtype=np.int32),
+        mask=np.zeros(n, dtype=np.uint8),
+        logprobs=np.zeros(n, dtype=np.float32),
+        versions=np.full(n, NO_VERSION, dtype=np.int32),
+        kv_versions=np.full(n, NO_VERSION, dtype=np.int32),
+        segments=[Segment(int(author), turn, n)] if n else [],
+    )
+
+
+def sampled(tokens: list[int], logprobs: list[float], versions: list[int], kv_versions: list[int], turn: int) -> TokenLog:
+    """Tokens that the policy sampled in one turn; all four lists have one entry per token."""
+    n = len(tokens)
+    return TokenLog(
+        tokens=np.asarray(tokens, dtype=np.int32),
+        mask=np.ones(n, dtype=np.uint8),
+        logprobs=np.asarray(logprobs, dtype=np.float32),
+        versions=np.asarray(versions, dtype=np.int32),
+        kv_versions=np.asarray(kv_versions, dtype=np.int32),
+        segments=[Segment(int(Author.ASSISTANT), turn, n)] if n else [],
+    )
+
+
+def concat(parts: Iterable[TokenLog]) -> TokenLog:
+    """One log out of parts, in order; neighbouring segments of one author and turn become one.
+
+    The one place where per-token arrays are joined (faults.md F26): every field goes through the same concatenation.
+    """
+    parts = list(parts)
+    if not parts:
+        return context([], Author.USER, -1)
+    segments: list[Segment] = []
+    for part in parts:
+        for segment in part.segments:
+            if segments and (segments[-1].author, segments[-1].turn) == (segment.author, segment.turn):
+                segments[-1] = Segment(segment.author, segment.turn, segments[-1].length + segment.length)
+            else:
+                segments.append(segment)
+    return TokenLog(
+        tokens=np.concatenate([p.tokens for p in parts]),
+        mask=np.concatenate([p.mask for p in parts]),
+        logprobs=np.concatenate([p.logprobs for p in parts]),
+        versions=np.concatenate([p.versions for p in parts]),
+        kv_versions=np.concatenate([p.kv_versions for p in parts]),
+        segments=segments,
+    )
+
+
+class Trajectory(Message, frozen=True):
+    """A finished episode as the learner sees it: the concatenation of its accepted deltas, and how it ended."""
+
+    episode: int
+    group: int
+    member: int
+    task: str
+    purpose: str
+    log: TokenLog
+    turn_rewards: list[float]
+    outcome: str
+    temperature: float
+    info: dict[str, float]
+
+    @property
+    def reward(self) -> float:
+        """Episode return: the sum of the turn rewards."""
+        return float(sum(self.turn_rewards))
