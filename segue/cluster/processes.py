@@ -1,0 +1,86 @@
+"""Linux process facts: dying with one's parent, adopting orphans, ending a family of processes and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process as soon as its parent ends; at once if `parent` has already ended."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parents die become children of this process, so that none can escape `end_family`."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_family(grace_seconds: float, kill_seconds: float = 10.0) -> list[str]:
+    """End all descendants of this process: SIGTERM, `grace_seconds`, SIGKILL; returns the names of those that had to be killed.
+
+    Looks again after each round, because a dying process may have started another; gives up after `kill_seconds` of killing.
+    """
+    me = psutil.Process()
+    killed: list[str] = []
+    family = me.children(recursive=True)
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    psutil.wait_procs(family, timeout=grace_seconds)
+    deadline = time.monotonic() + kill_seconds
+    while time.monotonic() < deadline:
+        left = [p for p in me.children(recursive=True) if _alive(p)]
+        if not left:
+            break
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                killed.append(process.name())
+                process.kill()
+        psutil.wait_procs(left, timeout=1.0)
+    reap()
+    return killed
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def reap() -> None:
+    """Collect children that have ended (adopted ones included)."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+
+
+def describe_exit(code: int) -> str:
+    """ "exit code 3" or "signal SIGKILL", from a `Popen.returncode`."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

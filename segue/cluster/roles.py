@@ -1,0 +1,60 @@
+"""What the wiring needs to know about a role before it builds one: its name, its place, and the life every shell leads."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from segue.ports.rpc import Peer, Rpc
+from segue.wire import Message
+
+
+class RoleSpec(Message, frozen=True):
+    """One role process to be: everything its builder needs, as bytes that cross to it once.
+
+    `role` is scheduler, envpool, rollout or learner. `rendezvous` is where learner ranks meet (host:port). `resume` is a checkpoint folder or "".
+    """
+
+    role: str
+    rank: int
+    world: int
+    run_dir: str
+    config: str
+    model_path: str
+    rendezvous: str = ""
+    resume: str = ""
+
+    @property
+    def name(self) -> str:
+        """For instance "rollout-1"."""
+        return f"{self.role}-{self.rank}"
+
+
+class Role(Protocol):
+    """A shell and its life: connect, start, run until it ends or fails, stop."""
+
+    async def handle(self, method: str, body: bytes) -> bytes: ...
+
+    def connect(self, name: str, peer: Peer) -> None: ...
+
+    async def start(self) -> None: ...
+
+    async def run(self) -> None:
+        """Return when the role is done by itself (the learner), or when it was stopped; raise when it failed."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class GetFacts(Message, frozen=True):
+    """Ask a role process for its metrics and state seconds."""
+
+
+class Facts(Message, frozen=True):
+    """A role's metric values (`Metrics.snapshot`) and seconds per state, by target name; plain JSON-like."""
+
+    metrics: dict[str, dict[str, float]]
+    states: dict[str, dict[str, float]]
+    pid: int
+
+
+GET_FACTS = Rpc("get_facts", GetFacts, Facts)
