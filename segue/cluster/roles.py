@@ -11,7 +11,8 @@ from segue.wire import Message
 class RoleSpec(Message, frozen=True):
     """One role process to be: everything its builder needs, as bytes that cross to it once.
 
-    `role` is scheduler, envpool, rollout or learner. `rendezvous` is where learner ranks meet (host:port). `resume` is a checkpoint folder or "".
+    `role` is scheduler, envpool, rollout or learner. `rendezvous` is where learner ranks meet (host:port); `resume` is a
+    checkpoint folder or "".
     """
 
     role: str

@@ -1,0 +1,35 @@
+"""The resolved plan of a run, printed before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from segue import __version__
+from segue.config import Config
+
+
+def plan_lines(config: Config, source: str, run: Path, model: str) -> list[str]:
+    """What will run where, one line per subject."""
+    rollout, learner, pool = config.rollout, config.learner, config.envpool
+    episodes = f"{config.batch.groups} groups × {config.group.size} episodes"
+    evaluation = [name for name, on in (("before", config.eval.before), ("after", config.eval.after)) if on and config.eval.tasks]
+    low, high = config.cluster.ports
+    return [
+        f"Segue {__version__}: {source} → {run}",
+        f"  loop      {config.mode}, {config.steps} steps of {episodes}, η = {config.staleness.max_age} "
+        f"({config.staleness.over_age} over age), in-flight updates: {config.update.inflight}",
+        f"  model     {model}",
+        f"  tasks     {config.task.env}, {config.task.train_tasks} for training"
+        + (f", {config.eval.tasks} held out, evaluated {' and '.join(evaluation)} training" if evaluation else ""),
+        "  scheduler 1 process",
+        f"  envpool   {pool.pools} × {pool.workers} worker processes, up to {pool.instances} environments each",
+        f"  rollout   {rollout.nodes} × {rollout.engine} engine, {rollout.slots} slots, {rollout.max_episodes} episodes, "
+        f"{rollout.threads} thread(s), {_device(rollout.gpus)}",
+        f"  learner   {learner.ranks} rank(s), {learner.threads} thread(s), {_device(learner.gpus)}; "
+        f"{learner.advantage}, {learner.correction}, lr {learner.lr:g}",
+        f"  weights   {config.weightsync.backend} broadcast; ports {low}-{high} on {config.cluster.interface}",
+    ]
+
+
+def _device(gpus: float) -> str:
+    return f"{gpus:g} GPU" if gpus else "CPU"
