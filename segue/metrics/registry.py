@@ -1,0 +1,283 @@
+"""The registry of one process: holds the values of the catalogue's metrics and hands them to Prometheus and to summaries.
+
+Values live in plain dicts under one lock and are turned into Prometheus families when somebody asks (`collect`), because the
+Python client cannot observe a value n times in one call, and because every declared label combination must exist as 0
+from the start: a missing series silently disables ratios and alerts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from segue import __version__
+from segue.metrics.catalogue import CATALOGUE, Metric, exported_by
+from segue.metrics.states import Clock
+
+Key = tuple[str, ...]
+_STATE_SECONDS = "segue_worker_state_seconds_total"
+_STATE = "segue_worker_state"
+
+
+class UndeclaredMetric(LookupError):
+    """A metric, label or label value that the catalogue does not declare for this role: a mistake of ours."""
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """What is running: the package's version, the commit if known, and the attempt (1, and more after each resume)."""
+
+    version: str = __version__
+    git_sha: str = "unknown"
+    attempt: int = 1
+
+
+@dataclass
+class _Histogram:
+    """Counts per bucket (the last one is beyond all edges), and the sum of what was observed."""
+
+    edges: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.edges) + 1)
+
+    def observe(self, value: float, count: int) -> None:
+        self.counts[bisect_left(self.edges, value)] += count
+        self.sum += value * count
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        totals = itertools.accumulate(self.counts)
+        return list(zip([*map(_edge, self.edges), "+Inf"], totals, strict=True))
+
+
+def _edge(value: float) -> str:
+    return repr(float(value))
+
+
+class Metrics(Collector):
+    """The metrics of one role in one process. Only names, labels and values of the catalogue are accepted.
+
+    `envs` are the values of the `env` label, `gpus` the UUIDs this process owns. `staleness_bound` (versions) becomes a
+    bucket edge, with 0.8 of it, because an alert fires there. Safe to use from several threads.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        rank: str = "0",
+        *,
+        envs: Sequence[str] = (),
+        gpus: Sequence[str] = (),
+        build: BuildInfo = BuildInfo(),
+        staleness_bound: int | None = None,
+    ) -> None:
+        self.role = role
+        self.rank = rank
+        self._lock = threading.Lock()
+        self._declared = {metric.name: metric for metric in exported_by(role)}
+        self._open = {
+            "env": tuple(envs),
+            "UUID": tuple(gpus),
+            "version": (build.version,),
+            "git_sha": (build.git_sha,),
+            "attempt": (str(build.attempt),),
+        }
+        self._values: dict[str, dict[Key, float]] = {}
+        self._histograms: dict[str, dict[Key, _Histogram]] = {}
+        for metric in self._declared.values():
+            keys = [*itertools.product(*(self._label_values(metric, name) for name in metric.label_names))]
+            if metric.kind == "histogram":
+                edges = metric.buckets
+                if metric.unit == "versions" and staleness_bound is not None:
+                    edges = tuple(sorted({*edges, float(staleness_bound), round(0.8 * staleness_bound, 6)}))
+                self._histograms[metric.name] = {key: _Histogram(edges) for key in keys}
+            else:
+                always = 1.0 if metric.name.endswith("_info") else 0.0
+                self._values[metric.name] = dict.fromkeys(keys, always)
+        if staleness_bound is not None and "segue_staleness_bound_versions" in self._declared:
+            self.set("segue_staleness_bound_versions", staleness_bound)
+        self._clock: Clock | None = None
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """Count `value` more. Raises ValueError if it is negative or not a number."""
+        if not value >= 0.0 or value == math.inf:
+            raise ValueError(f"{name} is a counter: it cannot grow by {value}")
+        series, key = self._series(name, "counter", labels)
+        with self._lock:
+            series[key] += value
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        series, key = self._series(name, "gauge", labels)
+        with self._lock:
+            series[key] = float(value)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Observe one value of a histogram."""
+        self.observe_counts(name, (value,), (1,), **labels)
+
+    def observe_counts(self, name: str, values: Sequence[float], counts: Sequence[int], **labels: str) -> None:
+        """Observe `values[i]` `counts[i]` times, all at once. Raises ValueError on NaN, infinity or a negative count."""
+        if len(values) != len(counts):
+            raise ValueError(f"{name}: {len(values)} values and {len(counts)} counts")
+        pairs = [(float(value), int(count)) for value, count in zip(values, counts, strict=True)]
+        for value, count in pairs:
+            if not math.isfinite(value) or count < 0:
+                raise ValueError(f"{name}: {count} observations of {value}")
+        metric = self._metric(name, "histogram")
+        histogram = self._histograms[name].get(self._key(metric, labels))
+        if histogram is None:
+            raise self._undeclared_value(metric, labels)
+        with self._lock:
+            for value, count in pairs:
+                histogram.observe(value, count)
+
+    def attach(self, clock: Clock) -> None:
+        """Export a clock's seconds as this process's states. Its states must be those of the role."""
+        declared = {key[0] for key in self._values[_STATE_SECONDS]}
+        if set(clock.current()) != declared:
+            raise UndeclaredMetric(f"a clock of {sorted(clock.current())} for {self.role}, whose states are {sorted(declared)}")
+        self._clock = clock
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def value(self, name: str, **labels: str) -> float:
+        """A counter's or gauge's value, or how often a histogram was observed; summed over the labels left out."""
+        self._check_partial(name, labels)
+        return sum(value for _, value in self._matching(name, labels))
+
+    def sum(self, name: str, **labels: str) -> float:
+        """The sum of everything a histogram observed; summed over the labels left out."""
+        self._check_partial(name, labels)
+        names = self._metric(name, "histogram").label_names
+        with self._lock:
+            return sum(h.sum for key, h in self._histograms[name].items() if _matches(names, key, labels))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything as plain data: `{"role", "rank", "series": {name: [{"labels", "value"} …]}}`.
+
+        Histograms have `count`, `sum` and `buckets` (`[[upper edge, cumulative count] …]`) instead of `value`.
+        """
+        self._read_clock()
+        series: dict[str, list[dict[str, Any]]] = {}
+        with self._lock:
+            for metric in self._declared.values():
+                rows: list[dict[str, Any]] = []
+                for key, value in self._values.get(metric.name, {}).items():
+                    rows.append({"labels": dict(zip(metric.label_names, key, strict=True)), "value": value})
+                for key, histogram in self._histograms.get(metric.name, {}).items():
+                    labels = dict(zip(metric.label_names, key, strict=True))
+                    buckets = [[edge, count] for edge, count in histogram.cumulative()]
+                    rows.append({"labels": labels, "count": buckets[-1][1], "sum": histogram.sum, "buckets": buckets})
+                series[metric.name] = rows
+        return {"role": self.role, "rank": self.rank, "series": series}
+
+    def collect(self) -> Iterable[Family]:
+        """The families of one scrape."""
+        self._read_clock()
+        with self._lock:
+            return [self._family(metric) for metric in self._declared.values()]
+
+    def describe(self) -> Iterable[Family]:
+        """Nothing: lets the collector register without being asked for values first."""
+        return []
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _label_values(self, metric: Metric, name: str) -> tuple[str, ...]:
+        label = next(label for label in metric.labels if label.name == name)
+        closed = label.values_for(self.role)
+        return self._open[name] if closed is None else closed
+
+    def _metric(self, name: str, kind: str) -> Metric:
+        metric = self._declared.get(name)
+        if metric is None:
+            where = "the catalogue has no such metric" if name not in CATALOGUE else f"{self.role} does not export it"
+            raise UndeclaredMetric(f"{name}: {where}")
+        if metric.kind != kind:
+            raise UndeclaredMetric(f"{name} is a {metric.kind}, not a {kind}")
+        return metric
+
+    def _key(self, metric: Metric, labels: dict[str, str]) -> Key:
+        try:
+            key = tuple([labels[name] for name in metric.label_names])
+        except KeyError as error:
+            raise UndeclaredMetric(f"{metric.name} needs the label {error}") from None
+        if len(labels) != len(key):
+            extra = sorted(set(labels) - set(metric.label_names))
+            raise UndeclaredMetric(f"{metric.name} has no label {', '.join(extra)}")
+        return key
+
+    def _series(self, name: str, kind: str, labels: dict[str, str]) -> tuple[dict[Key, float], Key]:
+        metric = self._metric(name, kind)
+        key = self._key(metric, labels)
+        series = self._values[name]
+        if key not in series:
+            raise self._undeclared_value(metric, labels)
+        return series, key
+
+    def _undeclared_value(self, metric: Metric, labels: dict[str, str]) -> UndeclaredMetric:
+        wrong = [f"{k}={v!r}" for k, v in labels.items() if v not in self._label_values(metric, k)]
+        return UndeclaredMetric(f"{metric.name} of {self.role} does not declare {', '.join(wrong)}")
+
+    def _check_partial(self, name: str, labels: dict[str, str]) -> None:
+        metric = self._declared.get(name)
+        if metric is None:
+            raise UndeclaredMetric(f"{name}: {self.role} does not export it")
+        for label, value in labels.items():
+            if label not in metric.label_names or value not in self._label_values(metric, label):
+                raise UndeclaredMetric(f"{name} of {self.role} does not declare {label}={value!r}")
+
+    def _matching(self, name: str, labels: dict[str, str]) -> list[tuple[Key, float]]:
+        names = self._declared[name].label_names
+        self._read_clock()
+        with self._lock:
+            found = [*self._values.get(name, {}).items()]
+            found += [(key, float(sum(h.counts))) for key, h in self._histograms.get(name, {}).items()]
+        return [(key, value) for key, value in found if _matches(names, key, labels)]
+
+    def _read_clock(self) -> None:
+        if self._clock is None:
+            return
+        seconds, current = self._clock.seconds(), self._clock.current()
+        with self._lock:
+            for state, spent in seconds.items():
+                series = self._values[_STATE_SECONDS]
+                series[(state,)] = max(series[(state,)], spent)  # two scrapes at once must not move it back
+                self._values[_STATE][(state,)] = float(current[state])
+
+    def _family(self, metric: Metric) -> Family:
+        names = metric.label_names
+        if metric.kind == "histogram":
+            histograms = HistogramMetricFamily(metric.name, metric.help, labels=names)
+            for key, histogram in self._histograms[metric.name].items():
+                histograms.add_metric(key, histogram.cumulative(), histogram.sum)
+            return histograms
+        family: CounterMetricFamily | GaugeMetricFamily
+        if metric.kind == "counter":
+            family = CounterMetricFamily(metric.name, metric.help, labels=names)
+        else:
+            family = GaugeMetricFamily(metric.name, metric.help, labels=names)
+        for key, value in self._values[metric.name].items():
+            family.add_metric(key, value)
+        return family
+
+
+def _matches(names: Sequence[str], key: Key, labels: dict[str, str]) -> bool:
+    return all(labels.get(name, value) == value for name, value in zip(names, key, strict=True))

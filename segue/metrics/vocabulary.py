@@ -1,0 +1,64 @@
+"""The closed sets of label values: roles, their states, and every reason, cause, phase and stage that is counted.
+
+A label value is never an episode, request, prompt, pid or step. States named `wait_…` are idle; all others are work.
+"""
+
+from __future__ import annotations
+
+from segue.episode import DropReason, FailureClass, Outcome, State
+
+ROLES = ("scheduler", "rollout", "envpool", "learner", "weightsync")
+
+OTHER = "other"
+"""The state of every role in which none of the named ones holds; it should stay below 5 % of the time."""
+
+STATES: dict[str, tuple[str, ...]] = {
+    "scheduler": ("dispatch", "wait_capacity", "wait_prompts", OTHER),
+    "rollout": ("wait_weights", "generate", "wait_env", "wait_admission", OTHER),
+    "envpool": ("step", "reset", "respawn", "wait_action", OTHER),
+    "learner": ("wait_batch", "compute", "optimizer", "wait_publish", "checkpoint", OTHER),
+    "weightsync": ("stage", "transfer", "load", "wait_version", OTHER),
+}
+
+ROLLOUT_PRECEDENCE = ("wait_weights", "generate", "wait_env", "wait_admission")
+"""A rollout node runs many episodes at once: its state is the first of these that any of them is in."""
+
+
+def is_idle(state: str) -> bool:
+    """Whether time spent in `state` is waiting, in any role."""
+    return state.startswith("wait_")
+
+
+EPISODE_STATES = tuple(str(state) for state in State)
+OUTCOMES = tuple(str(outcome) for outcome in Outcome)
+DROP_REASONS = tuple(str(reason) for reason in DropReason)
+FAILURE_CLASSES = tuple(str(failure) for failure in FailureClass)
+
+DROP_STAGES = ("rollout", "queue")
+"""Where a dropped episode was: `rollout` never finished, `queue` finished and was never trained."""
+
+PAUSE_REASONS = ("update", "slice", "preemption", "migration")
+MIGRATION_REASONS = ("node_lost", "fenced", "failed", "parked", "slow")
+FENCE_REASONS = ("silent", "update_deadline", "load_failed", "replaced")
+REFUSAL_REASONS = ("stale_attempt", "stale_session", "duplicate", "gap", "unexpected", "corrupt")
+
+NECESSARY_PREFILL = ("first", "turn", "block")
+REPEATED_PREFILL = ("weight_update", "migration", "preemption", "eviction")
+PREFILL_CAUSES = NECESSARY_PREFILL + REPEATED_PREFILL
+
+QUEUES: dict[str, tuple[str, ...]] = {
+    "scheduler": ("pending", "ready", "batches"),
+    "rollout": ("engine", "outbox"),
+    "envpool": ("requests",),
+    "learner": ("prefetch",),
+}
+"""scheduler: episodes waiting for a lease, finished groups waiting for a batch, batches not yet committed. rollout: requests
+waiting for an engine slot, events waiting for an exchange. envpool: calls waiting for a worker. learner: batches prepared."""
+
+SYNC_PHASES = ("gather", "transfer", "stage", "drain", "pause", "load", "resume")
+LEARNER_PHASES = ("wait_batch", "prepare", "proximal", "forward_backward", "optimizer", "publish", "checkpoint")
+MASK_REASONS = ("age", "ratio")
+SANDBOX_KILL_REASONS = ("time", "memory", "processes", "disk", "output")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+RPC_FAILURES = ("timeout", "lost", "error")
+DISCARD_REASONS = ("fenced", "dropped", "failed", "stopped")
