@@ -1,0 +1,308 @@
+"""The run directory (docs/design.md §12): what a run leaves behind, written so that a crash never leaves half a file.
+
+config.toml             the resolved config
+attempts.jsonl          one line per start of the run, resumes included
+metrics.jsonl           one line per learner step
+summary.json            at the end
+metrics/targets/*.json  where each process serves its metrics (Prometheus file_sd)
+journal/  queue/  checkpoints/step_N/  trajectories/  logs/<role>-<rank>.log
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from segue import __version__
+from segue.errors import RunFailed, UserError
+
+CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
+_FOLDERS = ("metrics/targets", "journal", "queue", "checkpoints", "logs", "trajectories")
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full or unwritable disk under `path` into a `RunFailed` of one sentence; other errors pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            why, remedy = "the disk is full", "free some space there and go on with --resume"
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            why, remedy = "writing there is not allowed", "make it writable and go on with --resume"
+        elif error.errno == errno.EIO:
+            why, remedy = "the disk reports an error", "go on with --resume on a copy of the run directory"
+        else:
+            raise
+        raise RunFailed("disk", f"{path} could not be written because {why}: {remedy}.") from error
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: numbers that are not finite become null, and mappings, lists and tuples plain ones."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part. Raises `RunFailed` on a full disk."""
+    with disk_errors(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of a JSON document; numbers that are not finite become null."""
+    write_atomic(path, (json.dumps(plain(value), indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a JSON-lines file; a torn last line (no newline, after a crash) is left out, a missing file empty."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    lines: list[dict[str, Any]] = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            raise UserError(f"Line {number} of {path} is not JSON: restore the file or remove that line.") from None
+    return lines
+
+
+class JsonLines:
+    """Appends one JSON object per line and flushes each. A torn last line is cut before the first append."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with disk_errors(path):
+            self._file: IO[bytes] = open(path, "ab")  # noqa: SIM115 - closed by `close`
+            end = _whole_lines(path)
+            if end < self._file.tell():
+                self._file.truncate(end)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Raises `RunFailed` on a full disk."""
+        line = json.dumps(plain(record), allow_nan=False) + "\n"
+        with disk_errors(self.path):
+            self._file.write(line.encode())
+            self._file.flush()
+
+    def close(self) -> None:
+        with disk_errors(self.path):
+            self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _whole_lines(path: Path) -> int:
+    """How many bytes of a file are whole lines."""
+    data = path.read_bytes()
+    return data.rfind(b"\n") + 1
+
+
+class RunDir:
+    """One run's directory. Made by `create`, found again by `resume` and `open`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    # --- getting one ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, path: Path, config_toml: str) -> RunDir:
+        """A new run directory. Raises `UserError` if it is used already or cannot be made."""
+        try:
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise UserError(
+                    f"The run directory {path} is already used: add --resume to go on with that run, "
+                    "or give this one another name with --run."
+                )
+            path.mkdir(parents=True, exist_ok=True)
+            run = cls(path)
+            run._make_folders()
+            write_atomic(path / CONFIG, config_toml.encode())
+        except RunFailed as error:
+            raise UserError(error.sentence.replace(" and go on with --resume", "")) from error
+        except OSError as error:
+            raise UserError(f"The run directory {path} cannot be made ({error.strerror}): name another with --run.") from None
+        return run
+
+    @classmethod
+    def create_default(cls, config_path: Path, config_toml: str, now: datetime, root: Path = Path("runs")) -> RunDir:
+        """A new run directory `runs/<config name>-<time>`; a second one in the same second gets a number."""
+        base = f"{config_path.stem}-{now:%Y%m%d-%H%M%S}"
+        names = [base, *(f"{base}-{n}" for n in range(2, 100))]
+        name = next((name for name in names if not (root / name).exists()), base)
+        return cls.create(root / name, config_toml)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run directory. Raises `UserError` if `path` is none."""
+        if not path.is_dir():
+            raise UserError(f"There is no run directory {path}: name one, for instance a folder under runs/.")
+        if not (path / CONFIG).is_file():
+            raise UserError(f"{path} is no run directory (it holds no {CONFIG}): name one, for instance a folder under runs/.")
+        return cls(path)
+
+    @classmethod
+    def resume(cls, path: Path, config_toml: str) -> RunDir:
+        """An existing run directory, to be gone on with under this config (the last attempt's is kept beside it)."""
+        run = cls.open(path)
+        config = path / CONFIG
+        with disk_errors(path):
+            run._make_folders()
+            if config.read_text(encoding="utf-8") != config_toml:
+                os.replace(config, path / f"config.attempt-{max(1, run.attempts())}.toml")
+                write_atomic(config, config_toml.encode())
+        return run
+
+    def _make_folders(self) -> None:
+        for folder in _FOLDERS:
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
+
+    # --- one owner --------------------------------------------------------------------------------------------------
+
+    def lock(self) -> None:
+        """Own the directory until this process ends or calls `unlock`. Raises `UserError` if another process does."""
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(handle, 32).decode("ascii", "replace").strip()
+            os.close(handle)
+            raise UserError(f"The run in {self.path} is still going on (process {owner}): stop it first.") from None
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        self._lock = handle
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def begin_attempt(self, now: datetime, resumed_from: int | None = None) -> int:
+        """Note a start of the run (`resumed_from`: the checkpoint's step) and return its number, counted from 1."""
+        attempt = self.attempts() + 1
+        with JsonLines(self.path / ATTEMPTS) as lines:
+            started = now.isoformat(timespec="seconds")
+            lines.append({"attempt": attempt, "started": started, "version": __version__, "resumed_from": resumed_from})
+        return attempt
+
+    def attempts(self) -> int:
+        """How often the run was started."""
+        return len(read_jsonl(self.path / ATTEMPTS))
+
+    # --- what is in it ----------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def summary(self) -> Path:
+        return self.path / SUMMARY
+
+    @property
+    def targets(self) -> Path:
+        return self.path / "metrics" / "targets"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def queue(self) -> Path:
+        return self.path / "queue"
+
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.path / "trajectories"
+
+    def truncate_metrics(self, step: int) -> int:
+        """Keep the lines of `metrics.jsonl` for steps below `step` (a resume trains the others again); how many were cut."""
+        lines = read_jsonl(self.metrics)
+        kept = [line for line in lines if line["step"] < step]
+        if len(kept) != len(lines):
+            write_atomic(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        return len(lines) - len(kept)
+
+    def clear_targets(self) -> None:
+        """Remove the scrape targets that a crashed attempt left behind."""
+        for path in self.targets.glob("*.json"):
+            path.unlink(missing_ok=True)
+
+
+class SampledTrajectories:
+    """Keeps the newest `keep` trajectories of one process for reading, as `<prefix>-<number>.json`, numbered from 0."""
+
+    def __init__(self, folder: Path, prefix: str, keep: int) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._keep = keep
+        numbers = sorted(self._numbers())
+        self._next = numbers[-1] + 1 if numbers else 0
+
+    def _numbers(self) -> Iterator[int]:
+        for path in self._folder.glob(f"{self._prefix}-*.json"):
+            tail = path.stem.removeprefix(f"{self._prefix}-")
+            if tail.isdigit():
+                yield int(tail)
+
+    def save(self, record: Callable[[], dict[str, Any]]) -> Path | None:
+        """Write `record()` (asked for only if any are kept) and delete the oldest beyond `keep`."""
+        if self._keep == 0:
+            return None
+        path = self._folder / f"{self._prefix}-{self._next:06d}.json"
+        write_json(path, record())
+        stale = self._next - self._keep
+        self._next += 1
+        for number in [n for n in self._numbers() if n <= stale]:
+            (self._folder / f"{self._prefix}-{number:06d}.json").unlink(missing_ok=True)
+        return path
