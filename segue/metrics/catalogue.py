@@ -90,7 +90,9 @@ _PROCESS = (
         "Time spent in each state; sums to elapsed time (envpool: elapsed time times slots). States named wait_ are idle.",
         STATE,
     ),
-    _gauge("segue_worker_state", "", ALL, "1 for the state the process is in now (envpool: slots in each state).", STATE),
+    _gauge(
+        "segue_worker_state", "", ALL, "One for the state the process is in now, else 0 (envpool: slots in each state).", STATE
+    ),
     _gauge(
         "segue_worker_heartbeat_timestamp_seconds", "seconds", ALL, "Wall clock of the last sign of life; 0 before the first."
     ),

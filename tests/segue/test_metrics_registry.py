@@ -1,0 +1,159 @@
+"""The registry accepts what the catalogue declares, refuses everything else, and adds up."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from segue.metrics import BuildInfo, Metrics, StateClock
+from segue.metrics.registry import UndeclaredMetric
+from segue.metrics.vocabulary import STATES
+
+AGE = "segue_token_staleness_versions"
+
+
+def scheduler() -> Metrics:
+    return Metrics("scheduler", envs=("a", "b"))
+
+
+def test_counters_gauges_and_histograms_hold_what_they_are_told() -> None:
+    metrics = scheduler()
+    metrics.add("segue_episodes_admitted_total", env="a")
+    metrics.add("segue_episodes_admitted_total", 2, env="b")
+    metrics.set("segue_episodes_state", 5, state="leased")
+    metrics.set("segue_episodes_state", 3, state="leased")
+    metrics.observe("segue_episode_duration_seconds", 0.3, env="a")
+    metrics.observe("segue_episode_duration_seconds", 1e6, env="a")
+    assert metrics.value("segue_episodes_admitted_total", env="a") == 1
+    assert metrics.value("segue_episodes_admitted_total") == 3
+    assert metrics.value("segue_episodes_state", state="leased") == 3
+    assert metrics.value("segue_episode_duration_seconds", env="a") == 2
+    assert metrics.sum("segue_episode_duration_seconds") == pytest.approx(1e6 + 0.3)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda m: m.add("segue_nonsense_total"), "the catalogue has no such metric"),
+        (lambda m: m.add("segue_trained_tokens_total"), "scheduler does not export it"),
+        (lambda m: m.set("segue_episodes_trained_total", 1), "is a counter, not a gauge"),
+        (lambda m: m.add("segue_episodes_in_flight", env="a"), "is a gauge, not a counter"),
+        (lambda m: m.observe("segue_episodes_in_flight", 1, env="a"), "is a gauge, not a histogram"),
+        (lambda m: m.add("segue_episodes_admitted_total"), "needs the label 'env'"),
+        (lambda m: m.add("segue_episodes_trained_total", env="a"), "has no label env"),
+        (lambda m: m.add("segue_episodes_admitted_total", env="c"), "does not declare env='c'"),
+        (lambda m: m.observe("segue_episode_duration_seconds", 1, env="c"), "does not declare env='c'"),
+        (lambda m: m.add("segue_episodes_dropped_total", reason="stale", stage="nowhere"), "does not declare stage='nowhere'"),
+        (lambda m: m.set("segue_queue_depth", 1, queue="prefetch"), "does not declare queue='prefetch'"),
+        (lambda m: m.value("segue_nonsense"), "does not export it"),
+        (lambda m: m.value("segue_episodes_admitted_total", env="c"), "does not declare env='c'"),
+    ],
+)
+def test_what_the_catalogue_does_not_declare_is_refused(call: Callable[[Metrics], object], sentence: str) -> None:
+    with pytest.raises(UndeclaredMetric, match=sentence):
+        call(scheduler())
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_counter_only_grows(value: float) -> None:
+    metrics = scheduler()
+    with pytest.raises(ValueError, match="cannot grow"):
+        metrics.add("segue_episodes_trained_total", value)
+    assert metrics.value("segue_episodes_trained_total") == 0
+
+
+@pytest.mark.parametrize(("values", "counts"), [([math.nan], [1]), ([math.inf], [1]), ([1.0], [-1]), ([1.0, 2.0], [1])])
+def test_a_histogram_refuses_what_is_no_observation_and_keeps_nothing_of_it(values: list[float], counts: list[int]) -> None:
+    metrics = Metrics("learner", envs=("a",))
+    with pytest.raises(ValueError, match=AGE):
+        metrics.observe_counts(AGE, values, counts)
+    assert metrics.value(AGE) == 0
+
+
+@given(st.lists(st.tuples(st.floats(-10, 100), st.integers(0, 50)), max_size=30))
+def test_observing_n_at_once_equals_observing_one_n_times(pairs: list[tuple[float, int]]) -> None:
+    one, many = Metrics("learner"), Metrics("learner")
+    many.observe_counts(AGE, [v for v, _ in pairs], [n for _, n in pairs])
+    for value, count in pairs:
+        for _ in range(count):
+            one.observe(AGE, value)
+    left, right = (m.snapshot()["series"][AGE][0] for m in (one, many))
+    assert left["buckets"] == right["buckets"] and left["count"] == right["count"] == sum(n for _, n in pairs)
+    assert left["sum"] == pytest.approx(right["sum"])
+
+
+def test_a_value_on_an_edge_falls_into_the_bucket_below_it() -> None:
+    metrics = Metrics("learner", staleness_bound=4)
+    metrics.observe_counts(AGE, [0, 4, 5], [3, 2, 1])
+    cumulative = dict(metrics.snapshot()["series"][AGE][0]["buckets"])
+    assert cumulative["0.0"] == 3 and cumulative["3.2"] == 3 and cumulative["4.0"] == 5 and cumulative["+Inf"] == 6
+
+
+def test_the_scrape_shows_the_histogram_as_prometheus_wants_it() -> None:
+    metrics = Metrics("learner", staleness_bound=4)
+    metrics.observe_counts(AGE, [0, 2], [10, 5])
+    text = generate_latest(metrics.registry).decode()
+    family = next(f for f in text_string_to_metric_families(text) if f.name == AGE)
+    values = {(s.name, s.labels.get("le", "")): s.value for s in family.samples}
+    assert values[(f"{AGE}_bucket", "0.0")] == 10 and values[(f"{AGE}_bucket", "2.0")] == 15
+    assert values[(f"{AGE}_bucket", "+Inf")] == values[(f"{AGE}_count", "")] == 15
+    assert values[(f"{AGE}_sum", "")] == 10
+
+
+def test_build_info_says_what_runs() -> None:
+    rows = Metrics("envpool", build=BuildInfo("1.2", "abc", 3)).snapshot()["series"]["segue_build_info"]
+    assert rows == [{"labels": {"version": "1.2", "git_sha": "abc", "attempt": "3"}, "value": 1.0}]
+
+
+def test_an_attached_clock_becomes_state_seconds_and_a_one_hot() -> None:
+    time = [100.0]
+    metrics = Metrics("learner")
+    clock = StateClock(STATES["learner"], lambda: time[0])
+    metrics.attach(clock)
+    time[0] += 2.0
+    clock.enter("compute")
+    time[0] += 3.0
+    assert metrics.value("segue_worker_state_seconds_total", state="other") == 2.0
+    assert metrics.value("segue_worker_state_seconds_total", state="compute") == 3.0
+    assert metrics.value("segue_worker_state_seconds_total") == 5.0
+    assert metrics.value("segue_worker_state", state="compute") == 1
+    assert metrics.value("segue_worker_state") == 1
+    rows = metrics.snapshot()["series"]["segue_worker_state_seconds_total"]
+    assert sum(row["value"] for row in rows) == 5.0
+
+
+def test_a_clock_with_other_states_than_the_roles_is_refused() -> None:
+    with pytest.raises(UndeclaredMetric, match="whose states are"):
+        Metrics("learner").attach(StateClock(("dancing", "other"), lambda: 0.0))
+
+
+def test_threads_lose_no_count() -> None:
+    metrics = scheduler()
+
+    def count() -> None:
+        for _ in range(2000):
+            metrics.add("segue_episodes_trained_total")
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert metrics.value("segue_episodes_trained_total") == 8000
+
+
+def test_snapshots_are_plain_and_independent() -> None:
+    metrics = Metrics("rollout", "3", envs=("a",))
+    before = metrics.snapshot()
+    metrics.add("segue_decode_tokens_total", 5)
+    assert before["role"] == "rollout" and before["rank"] == "3"
+    assert before["series"]["segue_decode_tokens_total"] == [{"labels": {}, "value": 0.0}]
+    assert json.loads(json.dumps(before)) == before
