@@ -1,0 +1,68 @@
+"""Loading models by path, with a sentence for what is none; full tensors under Hugging Face names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_data import tiny_llama
+
+from learner.model import full_tensors, load_model
+from learner.packing import pack
+from segue.errors import UserError
+
+
+def test_a_saved_model_loads_and_computes_the_same(tmp_path: Path) -> None:
+    lm = tiny_llama(seed=4)
+    lm.save_pretrained(tmp_path / "m")
+    model = load_model(tmp_path / "m")
+    ids = np.array([3, 9, 27, 4])
+    logprobs, _ = model(pack([0], [ids], [np.array([0, 1, 1, 1])]))
+    expected = torch.log_softmax(lm(torch.from_numpy(ids)[None]).logits[0, :-1], -1).gather(1, torch.from_numpy(ids)[1:, None])[
+        :, 0
+    ]
+    torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_temperature_is_applied_as_in_sampling(tmp_path: Path) -> None:
+    lm = tiny_llama(seed=4)
+    lm.save_pretrained(tmp_path / "m")
+    ids = np.array([3, 9, 27, 4])
+    row = pack([0], [ids], [np.array([0, 1, 1, 1])], {"temperature": [np.full(4, 0.7, dtype=np.float32)]})
+    logits = lm(torch.from_numpy(ids)[None]).logits[0, :-1]
+    expected = torch.log_softmax(logits / 0.7, -1).gather(1, torch.from_numpy(ids)[1:, None])[:, 0]
+    torch.testing.assert_close(load_model(tmp_path / "m")(row)[0], expected, atol=1e-5, rtol=0)
+
+
+def test_what_is_no_model_gets_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "garbled").mkdir()
+    (tmp_path / "garbled" / "config.json").write_text("{nonsense")
+    cases = {
+        tmp_path / "nowhere": "There is no model folder",
+        tmp_path / "empty": "has no config.json",
+        tmp_path / "bad": "cannot be loaded",
+        tmp_path / "garbled": "cannot be loaded",
+    }
+    for path, expected in cases.items():
+        with pytest.raises(UserError) as error:
+            load_model(path)
+        sentence = str(error.value)
+        assert expected in sentence and str(path) in sentence and "model.path" in sentence
+        assert "\n" not in sentence and sentence.endswith(".")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_full_tensors_have_hugging_face_names_and_tied_ones_come_once(tmp_path: Path, tied: bool) -> None:
+    lm = tiny_llama(tied=tied)
+    lm.save_pretrained(tmp_path / "m")
+    model = load_model(tmp_path / "m")
+    tensors = full_tensors(model, keep=True, dtype=torch.bfloat16)
+    assert ("lm_head.weight" in tensors) is not tied
+    assert set(tensors) == set(dict(lm.named_parameters()))
+    assert all(t.dtype == torch.bfloat16 for t in tensors.values())
+    assert full_tensors(model, keep=False) == {}
