@@ -1,0 +1,92 @@
+"""The Ray actor that hosts a role: it gives the role's shell a process, a metrics port and a log file, and nothing else.
+
+One class for all roles; which shell it builds is `segue.cluster.wiring`'s matter. Every method takes and returns plain values or
+one `bytes` of MessagePack; errors come back as values (`Failure`), because Ray loses the fields of an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+from segue import wire
+from segue.cluster.peers import RayPeer
+from segue.cluster.roles import GET_FACTS, RoleSpec
+from segue.cluster.wiring import Host, build_host
+from segue.errors import RunFailed, UserError
+from segue.ports.rpc import Done, Failure
+
+log = logging.getLogger(__name__)
+
+
+def failure_of(error: BaseException, part: str) -> Failure:
+    """An error as a value: the part that failed first, and the sentence."""
+    if isinstance(error, RunFailed):
+        return Failure("run", error.part, error.sentence)
+    if isinstance(error, UserError):
+        return Failure("user", part, str(error))
+    return Failure("internal", part, f"{part} failed: {type(error).__name__}: {error} (its log has the traceback).")
+
+
+class RoleActor:
+    """See the module. `max_concurrency` is high: calls wait in the shell, never for one another."""
+
+    def __init__(self, spec: bytes) -> None:
+        self._spec = wire.decode(spec, RoleSpec)
+        self._host: Host | None = None
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def build(self) -> bytes:
+        """Import what the role needs and build its shell (heavy, and off the loop where it can be)."""
+        try:
+            self._host = await build_host(self._spec)
+        except Exception as error:
+            return self._failed("building", error)
+        return wire.encode(Done())
+
+    async def connect(self, name: str, handle: Any) -> None:
+        assert self._host is not None
+        self._host.role.connect(name, RayPeer(name, handle))
+
+    async def start(self) -> bytes:
+        assert self._host is not None
+        try:
+            await self._host.start()
+        except Exception as error:
+            return self._failed("starting", error)
+        return wire.encode(Done())
+
+    async def call(self, method: str, body: bytes) -> bytes:
+        if self._host is None:
+            return wire.encode(Failure("internal", "NotBuilt", f"{self._spec.name} is still being built"))
+        if method == GET_FACTS.name:
+            return wire.encode(self._host.facts())
+        return await self._host.role.handle(method, body)
+
+    async def run(self) -> bytes:
+        """Ends when the role does: `Done`, or the `Failure` it ended with."""
+        assert self._host is not None
+        try:
+            await self._host.role.run()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            return self._failed("running", error)
+        return wire.encode(Done())
+
+    async def stop(self) -> bytes:
+        try:
+            if self._host is not None:
+                await self._host.stop()
+        except Exception as error:
+            return self._failed("stopping", error)
+        return wire.encode(Done())
+
+    def _failed(self, doing: str, error: Exception) -> bytes:
+        if not isinstance(error, UserError):
+            log.exception("%s failed while %s", self._spec.name, doing)
+        return wire.encode(failure_of(error, self._spec.name))
