@@ -128,5 +128,6 @@ def observation_hash(texts: Iterable[str]) -> int:
     """A hash of an observation's texts, equal in every process (unlike `hash`)."""
     value = 0
     for text in texts:
-        value = zlib.crc32(text.encode("utf-8", "surrogatepass") + b"\0", value)
+        data = text.encode("utf-8", "surrogatepass")
+        value = zlib.crc32(data, zlib.crc32(len(data).to_bytes(8, "little"), value))
     return value

@@ -23,6 +23,9 @@ class Author(enum.IntEnum):
     OBSERVATION = 3
 
 
+_AUTHORS = frozenset(int(author) for author in Author)
+
+
 class Segment(msgspec.Struct, frozen=True, array_like=True):
     """A run of `length` tokens by one author within one turn. Turn -1 is the prompt."""
 
@@ -54,9 +57,16 @@ class TokenLog(msgspec.Struct, frozen=True):
     def validate(self) -> None:
         """Raises ValueError: lengths differ, a sampled token lacks its log-probability or version, a forced one has them."""
         n = len(self.tokens)
-        for name in ("mask", "logprobs", "versions", "kv_versions"):
-            if len(getattr(self, name)) != n:
-                raise ValueError(f"{name} has {len(getattr(self, name))} entries for {n} tokens")
+        for name, kind in (("tokens", "i"), ("mask", "u"), ("logprobs", "f"), ("versions", "i"), ("kv_versions", "i")):
+            array = getattr(self, name)
+            if array.ndim != 1 or array.dtype.kind != kind:
+                raise ValueError(f"{name} is a {array.ndim}-dimensional array of {array.dtype}")
+            if len(array) != n:
+                raise ValueError(f"{name} has {len(array)} entries for {n} tokens")
+        if np.any(self.tokens < 0):
+            raise ValueError("a token id is negative")
+        if any(s.length < 1 or s.author not in _AUTHORS for s in self.segments):
+            raise ValueError("a segment is empty or by nobody")
         if sum(s.length for s in self.segments) != n:
             raise ValueError(f"segments cover {sum(s.length for s in self.segments)} of {n} tokens")
         sampled = self.mask == 1
@@ -66,7 +76,8 @@ class TokenLog(msgspec.Struct, frozen=True):
             raise ValueError("a sampled token has no valid log-probability")
         if np.any(self.versions[sampled] < 0) or np.any(self.kv_versions[sampled] < 0):
             raise ValueError("a sampled token has no weight version")
-        if np.any(self.versions[~sampled] != NO_VERSION) or np.any(self.logprobs[~sampled] != 0):
+        forced = (self.versions[~sampled], self.kv_versions[~sampled])
+        if any(np.any(versions != NO_VERSION) for versions in forced) or np.any(self.logprobs[~sampled] != 0):
             raise ValueError("a token that was not sampled carries a version or a log-probability")
         start = 0
         for segment in self.segments:

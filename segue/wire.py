@@ -97,7 +97,8 @@ def _decode_hook(kind: Any, value: Any) -> Any:
 def encode(message: Message) -> bytes:
     """The bytes of a message."""
     fields = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_encode_hook)
-    body: bytes = msgpack.packb([type(message).kind, fields], use_bin_type=True)
+    # surrogatepass: the text of a user's task may hold lone surrogates, as JSON allows
+    body: bytes = msgpack.packb([type(message).kind, fields], use_bin_type=True, unicode_errors="surrogatepass")
     return _HEADER.pack(_MAGIC, SCHEMA_VERSION, zlib.crc32(body)) + body
 
 
@@ -105,7 +106,7 @@ def decode(data: bytes, kind: type[M]) -> M:
     """The message in `data`, which must be of class `kind`. Raises a `WireError` subclass, and only that."""
     body = _checked_body(data)
     try:
-        name, fields = msgpack.unpackb(body, raw=False, strict_map_key=False)
+        name, fields = msgpack.unpackb(body, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
     except Exception as error:  # msgpack raises a family of unrelated classes
         raise CorruptMessage(f"the body of a message does not decode: {error}") from error
     if name != kind.kind:
