@@ -33,8 +33,10 @@ class WarmstartConfig(Section):
 class LearnerConfig(Section):
     """`[learner]`: estimator, loss, correction (reference names of docs/algorithms.md), optimizer, ranks.
 
-    `correction`: "decoupled" (importance weight exp(p − b) on a PPO loss anchored on p), "tis" (token TIS), "none".
+    `correction`: "decoupled" (importance weight exp(p − b) on a PPO loss anchored on p), "tis" (that weight, at most
+    `weight_cap`), "none" (a PPO loss anchored on the behaviour policy, whose ratio is the correction; no weight beside it).
     `proximal`: "recompute" (an extra forward when a batch takes several optimizer steps), "loglinear" (no extra forward).
+    `mask_outcomes`: trajectories that ended so are in neither loss nor baseline (their return says too little); counted.
     """
 
     ranks: int = Field(1, ge=1)
@@ -49,6 +51,10 @@ class LearnerConfig(Section):
     correction: Literal["decoupled", "tis", "none"] = "decoupled"
     proximal: Literal["recompute", "loglinear"] = "recompute"
     weight_cap: float = Field(2.0, gt=0.0)
+    mask_outcomes: tuple[Literal["truncated_turns", "truncated_tokens", "truncated_wall", "truncated_env"], ...] = (
+        "truncated_tokens",
+        "truncated_wall",
+    )
     minibatches: int = Field(1, ge=1)
     lr: float = Field(3e-4, gt=0.0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

@@ -194,6 +194,14 @@ def _check(config: Config, where: str) -> None:
             f"sets learner.correction = 'tis' with learner.minibatches = {learner.minibatches}: a PPO ratio on the behaviour "
             "policy is already the correction, so use correction = 'decoupled' or minibatches = 1."
         )
+    if learner.proximal == "loglinear" and (learner.correction != "decoupled" or learner.minibatches == 1):
+        refuse(
+            f"sets learner.proximal = 'loglinear' with learner.correction = '{learner.correction}' and learner.minibatches = "
+            f"{learner.minibatches}, where no proximal policy is approximated: leave it out, or use correction = 'decoupled' "
+            "and minibatches of 2 or more."
+        )
+    if learner.minibatches > groups:
+        refuse(f"sets learner.minibatches = {learner.minibatches} above batch.groups = {groups}: lower it.")
     if rollout.max_turn_tokens >= rollout.max_tokens:
         refuse(
             f"sets rollout.max_turn_tokens = {rollout.max_turn_tokens}, not below rollout.max_tokens = "
