@@ -9,10 +9,12 @@ import heapq
 import itertools
 import selectors
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextvars import Context
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 def now() -> float:
@@ -65,49 +67,107 @@ class LogicalLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer as soon as nothing is ready. Deterministic: equal times run first-in
     first-out, which asyncio's own heap does not promise.
 
-    It waits for no file descriptor and no thread: everything that runs on it must be in-process (a `LogicalCompute`, in-process
-    peers). `_run_once` and `_ready` are asyncio's own internals (Python 3.11 to 3.13; tests/segue/test_clock.py pins them).
+    It waits for no file descriptor: what runs on it must be in-process (a `LogicalCompute`, in-process peers). Work given to
+    `run_in_executor` is waited for with the clock standing still; a thread that nobody counts (`call_soon_threadsafe` from
+    outside) does not hold the clock. Signal handlers of `add_signal_handler` run within `_ROUNDS_BETWEEN_LOOKS` rounds.
+
+    `_run_once` and `_ready` are asyncio's own internals (Python 3.11 to 3.13; tests/segue/test_clock.py pins them).
     """
+
+    _ROUNDS_BETWEEN_LOOKS = 256
+    _FEW_TIMERS = 100
 
     def __init__(self) -> None:
         super().__init__(selectors.SelectSelector())
         self._logical_now = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._cancelled = 0
         self._order = itertools.count()
+        self._outside = 0
+        self._rounds = 0
 
     def time(self) -> float:
         return self._logical_now
 
-    def call_at(  # type: ignore[override]  # typeshed ties callback and args together with a TypeVarTuple
-        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    def call_at(
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
+        self._check_closed()  # type: ignore[attr-defined]
         handle = asyncio.TimerHandle(when, callback, args, self, context)
+        handle._scheduled = True  # type: ignore[attr-defined]  # in the heap: its cancellation is counted
         heapq.heappush(self._timers, (when, next(self._order), handle))
         return handle
 
-    def call_later(  # type: ignore[override]
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None
+    def call_later(
+        self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self._logical_now + delay, callback, *args, context=context)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        pass  # a cancelled timer is dropped when its time comes
+        """Called by asyncio for every cancelled timer. A heap that is mostly cancelled timers is rebuilt without them."""
+        if not handle._scheduled:  # type: ignore[attr-defined]
+            return
+        self._cancelled += 1
+        if len(self._timers) > self._FEW_TIMERS and self._cancelled > len(self._timers) // 2:
+            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
+            heapq.heapify(self._timers)
+            self._cancelled = 1  # `handle` itself: asyncio tells us before it marks it
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        future = super().run_in_executor(executor, func, *args)
+        self._outside += 1
+        future.add_done_callback(self._came_back)
+        return future
+
+    def _came_back(self, _: asyncio.Future[Any]) -> None:
+        self._outside -= 1
+
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        self._outside += 1
+        try:
+            await super().shutdown_default_executor(*args)
+        finally:
+            self._outside -= 1
 
     def _run_once(self) -> None:
         ready = self._ready  # type: ignore[attr-defined]
-        while not ready:
-            if not self._timers:
-                raise Deadlock("every task waits and no timer is armed")
-            when, _, handle = heapq.heappop(self._timers)
-            if handle.cancelled():
-                continue
-            self._logical_now = max(self._logical_now, when)
-            ready.append(handle)
-            while self._timers and self._timers[0][0] <= self._logical_now:
-                _, _, due = heapq.heappop(self._timers)
-                if not due.cancelled():
-                    ready.append(due)
+        self._rounds += 1
+        if self._rounds % self._ROUNDS_BETWEEN_LOOKS == 0:
+            self._look_outside(0)
+        while not ready and not self._stopping:  # type: ignore[attr-defined]
+            if self._outside:
+                self._look_outside(None)
+            else:
+                self._jump()
+        self._collect_due()
         for _ in range(len(ready)):
             handle = ready.popleft()
             if not handle.cancelled():
                 handle._run()
+
+    def _look_outside(self, timeout: float | None) -> None:
+        """Take what executors and signals brought; None waits for the first."""
+        self._process_events(self._selector.select(timeout))  # type: ignore[attr-defined]
+
+    def _jump(self) -> None:
+        """Move the clock to the next timer that is not cancelled, and make it ready."""
+        while self._timers:
+            handle = self._pop()
+            if not handle.cancelled():
+                self._logical_now = max(self._logical_now, handle.when())
+                self._ready.append(handle)  # type: ignore[attr-defined]
+                return
+        raise Deadlock("every task waits and no timer is armed")
+
+    def _collect_due(self) -> None:
+        while self._timers and self._timers[0][0] <= self._logical_now:
+            handle = self._pop()
+            if not handle.cancelled():
+                self._ready.append(handle)  # type: ignore[attr-defined]
+
+    def _pop(self) -> asyncio.TimerHandle:
+        handle = heapq.heappop(self._timers)[2]
+        handle._scheduled = False  # type: ignore[attr-defined]
+        if handle.cancelled():
+            self._cancelled -= 1
+        return handle
