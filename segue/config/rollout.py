@@ -13,7 +13,8 @@ class RolloutConfig(Section):
     """`[rollout]`: nodes, their engine, and the budgets of an episode.
 
     `slots` are sequences decoded at once; `max_episodes` are episode loops per node, those waiting for an environment included.
-    `max_tokens` bounds the whole context of an episode, `max_turn_tokens` one action. `slice_tokens` (0: none) bounds a lease.
+    `max_tokens` bounds the whole context of an episode, `max_turn_tokens` one action. An observation of more than
+    `max_observation_tokens` (0: what the context leaves) is cut and says so. `slice_tokens` (0: none) bounds a lease.
     """
 
     nodes: int = Field(2, ge=1)
@@ -28,6 +29,7 @@ class RolloutConfig(Section):
     max_turns: int = Field(8, ge=1)
     max_tokens: int = Field(512, ge=8)
     max_turn_tokens: int = Field(64, ge=1)
+    max_observation_tokens: int = Field(0, ge=0)
     wall_seconds: float = Field(300.0, gt=0.0)
     slice_tokens: int = Field(0, ge=0)
     keep_trajectories: int = Field(32, ge=0)
