@@ -1,0 +1,36 @@
+"""Cutting an observation that is too long. A cut names its side and says so in the text; an exact fit is kept whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout.chat import ChatRenderer
+from segue.ports.envpool import ChatMessage
+
+
+def fit_delta(renderer: ChatRenderer, messages: Sequence[ChatMessage], limit: int) -> list[int] | None:
+    """Ids of `renderer.delta(messages)` in at most `limit` tokens; None if even the note of a cut does not fit.
+
+    The longest message loses its end, and a note in its place says how much is shown.
+    """
+    ids = renderer.delta(messages)
+    if len(ids) <= limit:
+        return ids
+    longest = max(range(len(messages)), key=lambda i: len(messages[i].content))
+    text = messages[longest].content
+
+    def shown(n: int) -> list[int]:
+        note = f"{text[:n]} [cut on the right: {n} of {len(text)} characters shown]"
+        return renderer.delta([*messages[:longest], ChatMessage(messages[longest].role, note), *messages[longest + 1 :]])
+
+    # More characters never make fewer tokens by much, so a binary search finds a cut that fits; each step is checked as it is.
+    low, high = 0, len(text)
+    best: list[int] | None = None
+    while low < high:
+        middle = (low + high) // 2
+        ids_shown = shown(middle)
+        if len(ids_shown) <= limit:
+            best, low = ids_shown, middle + 1
+        else:
+            high = middle
+    return best
