@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -169,24 +169,24 @@ class Metrics(Collector):
         with self._lock:
             return sum(h.sum for key, h in self._histograms[name].items() if _matches(names, key, labels))
 
-    def snapshot(self) -> dict[str, Any]:
-        """Everything as plain data: `{"role", "rank", "series": {name: [{"labels", "value"} …]}}`.
+    def snapshot(self) -> dict[str, float]:
+        """Every sample as plain data, named as in the exposition: `segue_prefill_tokens_total{cause="first"}` → 12.0.
 
-        Histograms have `count`, `sum` and `buckets` (`[[upper edge, cumulative count] …]`) instead of `value`.
+        Histograms appear as `…_bucket{…,le="4.0"}`, `…_count` and `…_sum`. `read_sample` takes the names apart again.
         """
         self._read_clock()
-        series: dict[str, list[dict[str, Any]]] = {}
+        samples: dict[str, float] = {}
         with self._lock:
             for metric in self._declared.values():
-                rows: list[dict[str, Any]] = []
                 for key, value in self._values.get(metric.name, {}).items():
-                    rows.append({"labels": dict(zip(metric.label_names, key, strict=True)), "value": value})
+                    samples[sample_name(metric.name, metric.label_names, key)] = value
                 for key, histogram in self._histograms.get(metric.name, {}).items():
-                    labels = dict(zip(metric.label_names, key, strict=True))
-                    buckets = [[edge, count] for edge, count in histogram.cumulative()]
-                    rows.append({"labels": labels, "count": buckets[-1][1], "sum": histogram.sum, "buckets": buckets})
-                series[metric.name] = rows
-        return {"role": self.role, "rank": self.rank, "series": series}
+                    buckets = histogram.cumulative()
+                    for edge, count in buckets:
+                        samples[sample_name(f"{metric.name}_bucket", (*metric.label_names, "le"), (*key, edge))] = count
+                    samples[sample_name(f"{metric.name}_count", metric.label_names, key)] = buckets[-1][1]
+                    samples[sample_name(f"{metric.name}_sum", metric.label_names, key)] = histogram.sum
+        return samples
 
     def collect(self) -> Iterable[Family]:
         """The families of one scrape."""
@@ -277,6 +277,21 @@ class Metrics(Collector):
         for key, value in self._values[metric.name].items():
             family.add_metric(key, value)
         return family
+
+
+def sample_name(name: str, labels: Sequence[str], values: Sequence[str]) -> str:
+    """A sample's name with its labels in braces, in the order of declaration."""
+    pairs = [f'{label}="{value}"' for label, value in zip(labels, values, strict=True)]
+    return f"{name}{{{','.join(pairs)}}}" if pairs else name
+
+
+_PAIR = re.compile(r'(\w+)="([^"]*)"')
+
+
+def read_sample(sample: str) -> tuple[str, dict[str, str]]:
+    """The inverse of `sample_name`: the name and the labels. Label values hold no quotes (they come from closed sets)."""
+    name, brace, rest = sample.partition("{")
+    return name, dict(_PAIR.findall(rest)) if brace else {}
 
 
 def _matches(names: Sequence[str], key: Key, labels: dict[str, str]) -> bool:

@@ -14,8 +14,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from segue.metrics import BuildInfo, Metrics, StateClock
-from segue.metrics.registry import UndeclaredMetric
-from segue.metrics.vocabulary import STATES
+from segue.metrics.registry import UndeclaredMetric, read_sample
+from segue.metrics.vocabulary import ROLES, STATES
 
 AGE = "segue_token_staleness_versions"
 
@@ -85,16 +85,18 @@ def test_observing_n_at_once_equals_observing_one_n_times(pairs: list[tuple[floa
     for value, count in pairs:
         for _ in range(count):
             one.observe(AGE, value)
-    left, right = (m.snapshot()["series"][AGE][0] for m in (one, many))
-    assert left["buckets"] == right["buckets"] and left["count"] == right["count"] == sum(n for _, n in pairs)
-    assert left["sum"] == pytest.approx(right["sum"])
+    left, right = one.snapshot(), many.snapshot()
+    assert {k: v for k, v in left.items() if "_sum" not in k} == {k: v for k, v in right.items() if "_sum" not in k}
+    assert left[f"{AGE}_count"] == sum(n for _, n in pairs)
+    assert left[f"{AGE}_sum"] == pytest.approx(right[f"{AGE}_sum"])
 
 
 def test_a_value_on_an_edge_falls_into_the_bucket_below_it() -> None:
     metrics = Metrics("learner", staleness_bound=4)
     metrics.observe_counts(AGE, [0, 4, 5], [3, 2, 1])
-    cumulative = dict(metrics.snapshot()["series"][AGE][0]["buckets"])
-    assert cumulative["0.0"] == 3 and cumulative["3.2"] == 3 and cumulative["4.0"] == 5 and cumulative["+Inf"] == 6
+    samples = metrics.snapshot()
+    buckets = [samples[f'{AGE}_bucket{{le="{edge}"}}'] for edge in ("0.0", "3.2", "4.0", "5.0", "+Inf")]
+    assert buckets == [3, 3, 5, 6, 6]
 
 
 def test_the_scrape_shows_the_histogram_as_prometheus_wants_it() -> None:
@@ -109,8 +111,8 @@ def test_the_scrape_shows_the_histogram_as_prometheus_wants_it() -> None:
 
 
 def test_build_info_says_what_runs() -> None:
-    rows = Metrics("envpool", build=BuildInfo("1.2", "abc", 3)).snapshot()["series"]["segue_build_info"]
-    assert rows == [{"labels": {"version": "1.2", "git_sha": "abc", "attempt": "3"}, "value": 1.0}]
+    samples = Metrics("envpool", build=BuildInfo("1.2", "abc", 3)).snapshot()
+    assert samples['segue_build_info{version="1.2",git_sha="abc",attempt="3"}'] == 1.0
 
 
 def test_an_attached_clock_becomes_state_seconds_and_a_one_hot() -> None:
@@ -126,8 +128,8 @@ def test_an_attached_clock_becomes_state_seconds_and_a_one_hot() -> None:
     assert metrics.value("segue_worker_state_seconds_total") == 5.0
     assert metrics.value("segue_worker_state", state="compute") == 1
     assert metrics.value("segue_worker_state") == 1
-    rows = metrics.snapshot()["series"]["segue_worker_state_seconds_total"]
-    assert sum(row["value"] for row in rows) == 5.0
+    samples = metrics.snapshot()
+    assert samples['segue_worker_state_seconds_total{state="compute"}'] == 3.0
 
 
 def test_a_clock_with_other_states_than_the_roles_is_refused() -> None:
@@ -154,6 +156,17 @@ def test_snapshots_are_plain_and_independent() -> None:
     metrics = Metrics("rollout", "3", envs=("a",))
     before = metrics.snapshot()
     metrics.add("segue_decode_tokens_total", 5)
-    assert before["role"] == "rollout" and before["rank"] == "3"
-    assert before["series"]["segue_decode_tokens_total"] == [{"labels": {}, "value": 0.0}]
+    assert before["segue_decode_tokens_total"] == 0.0
     assert json.loads(json.dumps(before)) == before
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_snapshot_holds_the_samples_of_a_scrape(role: str) -> None:
+    metrics = Metrics(role, envs=("a",))
+    scraped = {
+        (sample.name, tuple(sorted(sample.labels.items())))
+        for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())
+        for sample in family.samples
+    }
+    taken = {(name, tuple(sorted(labels.items()))) for name, labels in map(read_sample, metrics.snapshot())}
+    assert taken == scraped
