@@ -157,7 +157,6 @@ def age_diagnostics(generated: Array, trained: Array) -> dict[str, float]:
         "age_trained_max": float(trained.max()) if len(trained) else 0.0,
         "tokens_generated": float(len(generated)),
         "tokens_trained": float(len(trained)),
-        "tokens_masked_age": float(len(generated) - len(trained)),
     }
 
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from learner.advantages import Estimator, group_advantages
 
+ESTIMATORS: tuple[Estimator, ...] = ("grpo", "dr_grpo", "rloo")
+
 
 @pytest.mark.parametrize(
     ("estimator", "expected"),
@@ -41,15 +43,15 @@ def test_zero_variance_is_exactly_zero_despite_float_noise() -> None:
     rewards = np.full(7, 0.7, dtype=np.float32)
     naive = (rewards - rewards.mean()) / (rewards.std() + np.float32(1e-6))
     assert abs(float(naive[0])) > 0.01  # what a division makes of seven equal float32 rewards
-    for estimator in ("grpo", "dr_grpo", "rloo"):
-        result = group_advantages([float(r) for r in rewards], [0] * 7, estimator)  # type: ignore[arg-type]
+    for estimator in ESTIMATORS:
+        result = group_advantages([float(r) for r in rewards], [0] * 7, estimator)
         assert (result.values == 0.0).all()
         assert (result.zero_variance, result.single_member) == (1, 0)
 
 
 def test_one_valid_member_has_no_baseline() -> None:
-    for estimator in ("grpo", "dr_grpo", "rloo"):
-        result = group_advantages([1.0, 0.0, 2.0, 4.0], [0, 1, 1, 0], estimator, [True, True, True, False])  # type: ignore[arg-type]
+    for estimator in ESTIMATORS:
+        result = group_advantages([1.0, 0.0, 2.0, 4.0], [0, 1, 1, 0], estimator, [True, True, True, False])
         assert result.values[0] == 0.0  # verl leaves A = R
         assert result.values[3] == 0.0
         assert result.single_member == 1
@@ -68,7 +70,7 @@ def test_invalid_members_are_in_neither_mean_nor_deviation() -> None:
     estimator=st.sampled_from(["grpo", "dr_grpo", "rloo"]),
 )
 def test_a_loop_agrees(data: list[tuple[int, float, bool]], estimator: Estimator) -> None:
-    groups, rewards, valid = ([row[i] for row in data] for i in range(3))
+    groups, rewards, valid = [g for g, _, _ in data], [r for _, r, _ in data], [v for _, _, v in data]
     got = group_advantages(rewards, groups, estimator, valid).values
     for i, (group, reward, ok) in enumerate(data):
         own = [r for g, r, v in data if g == group and v]
