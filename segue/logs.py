@@ -48,7 +48,17 @@ class _FileHandler(logging.FileHandler):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self._told:
+        else:
+            self._tell(error)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:  # what was buffered cannot be written either
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
             self._told = True
             print(f"{self.baseFilename} cannot be written ({error.strerror}): log lines are lost.", file=sys.stderr)
 

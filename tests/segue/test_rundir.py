@@ -1,0 +1,258 @@
+"""The run directory: not reused in silence, never half a file, one sentence when the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segue import rundir
+from segue.errors import RunFailed, UserError
+from segue.rundir import JsonLines, RunDir, SampledTrajectories, disk_errors, plain, read_jsonl, write_atomic, write_json
+
+NOON = datetime(2026, 3, 1, 12, 0, 5)
+
+
+def test_a_new_run_directory_has_everything_of_the_plan(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "deep" / "demo", 'mode = "async"\n')
+    assert run.config.read_text() == 'mode = "async"\n'
+    for folder in (run.targets, run.journal, run.queue, run.checkpoints, run.logs, run.trajectories):
+        assert folder.is_dir()
+    assert run.name == "demo"
+    assert RunDir.open(tmp_path / "deep" / "demo").config == run.config
+
+
+def test_an_empty_directory_may_be_used_and_a_used_one_names_the_ways_out(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    RunDir.create(tmp_path / "demo", "")
+    with pytest.raises(UserError) as refused:
+        RunDir.create(tmp_path / "demo", "")
+    assert str(refused.value) == (
+        f"The run directory {tmp_path / 'demo'} is already used: add --resume to go on with that run, "
+        "or give this one another name with --run."
+    )
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(UserError, match="already used"):
+        RunDir.create(file, "")
+
+
+def test_the_default_name_is_the_configs_and_the_time_and_never_collides(tmp_path: Path) -> None:
+    config = Path("configs/quickstart.toml")
+    names = [RunDir.create_default(config, "", NOON, tmp_path).name for _ in range(3)]
+    assert names == ["quickstart-20260301-120005", "quickstart-20260301-120005-2", "quickstart-20260301-120005-3"]
+
+
+def test_a_place_where_nothing_can_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be made \(Not a directory\): name another with --run\."):
+        RunDir.create(tmp_path / "file" / "demo", "")
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"There is no run directory .*: name one"):
+        RunDir.open(tmp_path / "nothing")
+    with pytest.raises(UserError, match=r"is no run directory \(it holds no config.toml\)"):
+        RunDir.open(tmp_path)
+
+
+def test_resuming_keeps_the_config_of_the_last_attempt(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "demo", "steps = 1\n")
+    assert run.begin_attempt(NOON) == 1
+    RunDir.resume(run.path, "steps = 1\n")
+    assert not list(run.path.glob("config.attempt-*"))
+    RunDir.resume(run.path, "steps = 2\n")
+    assert run.config.read_text() == "steps = 2\n"
+    assert (run.path / "config.attempt-1.toml").read_text() == "steps = 1\n"
+    assert run.begin_attempt(NOON, resumed_from=7) == 2
+    lines = read_jsonl(run.path / "attempts.jsonl")
+    assert [(line["attempt"], line["resumed_from"]) for line in lines] == [(1, None), (2, 7)]
+
+
+def test_only_one_process_owns_a_run(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "demo", "")
+    run.lock()
+    code = (
+        "import sys; from pathlib import Path; from segue.rundir import RunDir; from segue.errors import UserError\n"
+        "try: RunDir(Path(sys.argv[1])).lock()\n"
+        "except UserError as error: print(error)\n"
+        "else: print('locked')"
+    )
+
+    def other() -> str:
+        command = [sys.executable, "-c", code, str(run.path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    assert other() == f"The run in {run.path} is still going on (process {os.getpid()}): stop it first."
+    run.unlock()
+    assert other() == "locked"
+    run.lock()  # the other process ended, and with it its lock
+    run.unlock()
+
+
+# --- JSON lines -----------------------------------------------------------------------------------------------------
+
+
+def test_every_line_is_there_as_soon_as_it_is_appended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonLines(path) as lines:
+        for step in range(3):
+            lines.append({"step": step, "loss": float("nan"), "ages": (1, 2)})
+            assert read_jsonl(path)[-1] == {"step": step, "loss": None, "ages": [1, 2]}
+    with JsonLines(path) as lines:
+        lines.append({"step": 3})
+    assert [line["step"] for line in read_jsonl(path)] == [0, 1, 2, 3]
+
+
+@given(cut=st.integers(0, 60))
+def test_a_torn_last_line_is_left_out_and_cut_before_the_next(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
+    path = tmp_path_factory.mktemp("torn") / "metrics.jsonl"
+    whole = b"".join(json.dumps({"step": step, "text": "ü"}).encode() + b"\n" for step in range(2))
+    path.write_bytes(whole[: min(cut, len(whole))])
+    before = read_jsonl(path)
+    assert [line["step"] for line in before] == list(range(whole[:cut].count(b"\n")))
+    with JsonLines(path) as lines:
+        lines.append({"step": 9})
+    assert read_jsonl(path) == [*before, {"step": 9}]
+
+
+def test_a_broken_line_in_the_middle_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\nnonsense\n{"step": 1}\n')
+    with pytest.raises(UserError, match=r"Line 2 of .*metrics.jsonl is not JSON"):
+        read_jsonl(path)
+
+
+@given(step=st.integers(0, 12), steps=st.integers(0, 10))
+def test_a_resume_at_step_s_keeps_the_steps_below_s(tmp_path_factory: pytest.TempPathFactory, step: int, steps: int) -> None:
+    run = RunDir.create(tmp_path_factory.mktemp("run") / "demo", "")
+    with JsonLines(run.metrics) as lines:
+        for number in range(steps):
+            lines.append({"step": number, "reward": number / 4})
+    with open(run.metrics, "ab") as file:
+        file.write(b'{"step": 99, "rew')
+    assert run.truncate_metrics(step) == max(0, steps - step)
+    assert read_jsonl(run.metrics) == [{"step": n, "reward": n / 4} for n in range(min(step, steps))]
+
+
+def test_truncating_metrics_that_do_not_exist_is_nothing(tmp_path: Path) -> None:
+    assert RunDir.create(tmp_path / "demo", "").truncate_metrics(3) == 0
+
+
+# --- files that are whole or absent ---------------------------------------------------------------------------------
+
+
+def test_an_atomic_write_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1, "loss": float("inf")})
+    write_json(path, {"a": (2, 3)})
+    assert json.loads(path.read_text()) == {"a": [2, 3]}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_write_that_fails_keeps_the_old_file_and_no_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "summary.json"
+    write_atomic(path, b"old")
+
+    def no_space(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(RunFailed, match="the disk is full: free some space there and go on with --resume") as failed:
+        write_atomic(path, b"new")
+    assert failed.value.part == "disk"
+    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_metrics_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    lines = JsonLines.__new__(JsonLines)  # opening it reads it, which /dev/full answers with zeros without end
+    lines.path = path
+    lines._file = open(path, "ab", buffering=0)  # noqa: SIM115
+    with pytest.raises(RunFailed) as failed:
+        lines.append({"step": 1})
+    assert str(failed.value) == (
+        f"{path} could not be written because the disk is full: free some space there and go on with --resume."
+    )
+    lines._file.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "disk is full"),
+        (errno.EDQUOT, "disk is full"),
+        (errno.EROFS, "not allowed"),
+        (errno.EIO, "reports an error"),
+    ],
+)
+def test_each_disk_trouble_has_its_sentence(number: int, words: str) -> None:
+    with pytest.raises(RunFailed, match=words), disk_errors(Path("x")):
+        raise OSError(number, os.strerror(number))
+
+
+def test_other_errors_are_not_taken_for_a_full_disk() -> None:
+    with pytest.raises(FileNotFoundError), disk_errors(Path("x")):
+        raise FileNotFoundError(errno.ENOENT, "no such file")
+
+
+def test_a_full_disk_at_the_start_is_the_users_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(path: Path, data: bytes) -> None:
+        with disk_errors(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rundir, "write_atomic", no_space)
+    with pytest.raises(UserError, match=r"because the disk is full: free some space there\.$"):
+        RunDir.create(tmp_path / "demo", "")
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda s: st.lists(s) | st.dictionaries(st.text(), s)
+    )
+)
+def test_plain_makes_valid_json_and_changes_nothing_but_what_is_not_finite(value: Any) -> None:
+    made = plain(value)
+    assert json.loads(json.dumps(made, allow_nan=False)) == made
+    assert plain(made) == made
+
+
+def test_targets_of_a_crashed_attempt_are_cleared(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "demo", "")
+    write_json(run.targets / "learner-0.json", [])
+    run.clear_targets()
+    assert not list(run.targets.iterdir())
+
+
+# --- sampled trajectories -------------------------------------------------------------------------------------------
+
+
+def test_the_newest_trajectories_are_kept_and_numbering_goes_on(tmp_path: Path) -> None:
+    first = SampledTrajectories(tmp_path, "rollout-0", 3)
+    for number in range(5):
+        first.save(lambda number=number: {"n": number})  # type: ignore[misc]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"rollout-0-{n:06d}.json" for n in (2, 3, 4)]
+    again = SampledTrajectories(tmp_path, "rollout-0", 3)
+    path = again.save(lambda: {"n": 5})
+    assert path == tmp_path / "rollout-0-000005.json" and json.loads(path.read_text()) == {"n": 5}
+    SampledTrajectories(tmp_path, "rollout-1", 3).save(lambda: {"n": 0})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "rollout-0-000003.json", "rollout-0-000004.json", "rollout-0-000005.json", "rollout-1-000000.json",
+    ]  # fmt: skip
+
+
+def test_none_are_made_when_none_are_kept(tmp_path: Path) -> None:
+    assert SampledTrajectories(tmp_path, "rollout-0", 0).save(lambda: pytest.fail("asked for")) is None
+    assert not list(tmp_path.iterdir())
