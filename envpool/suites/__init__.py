@@ -10,6 +10,7 @@ from envpool.environment import Suite
 from segue.errors import UserError
 
 SUITES = {
+    "latency": "envpool.suites.latency",
     "search_qa": "envpool.suites.search_qa",
 }
 

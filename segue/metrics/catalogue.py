@@ -256,6 +256,22 @@ _ENVPOOL = (
     _counter("segue_env_respawns_total", "workers", ("envpool",), "Workers started in place of dead ones.", ENV),
     _counter("segue_env_failures_total", "calls", ("envpool",), "Calls answered with a failure, by class.", ENV, FAILURE),
     _counter(
+        "segue_env_failure_reasons_total",
+        "calls",
+        ("envpool",),
+        "The same failures, by reason.",
+        ENV,
+        Label("reason", words.ENV_FAILURE_REASONS),
+    ),
+    _counter(
+        "segue_env_kills_total",
+        "workers",
+        ("envpool",),
+        "Workers killed by the pool, by the deadline that passed; lost: they had died already.",
+        ENV,
+        Label("reason", words.ENV_KILL_REASONS),
+    ),
+    _counter(
         "segue_sandbox_kills_total",
         "processes",
         ("envpool",),

@@ -58,6 +58,10 @@ waiting for an engine slot, events waiting for an exchange. envpool: calls waiti
 SYNC_PHASES = ("gather", "transfer", "stage", "drain", "pause", "load", "resume")
 LEARNER_PHASES = ("wait_batch", "prepare", "proximal", "forward_backward", "optimizer", "publish", "checkpoint")
 MASK_REASONS = ("age", "ratio")
+ENV_FAILURE_REASONS = ("error", "timeout", "worker_died", "worker_killed", "restore", "seed", "capacity", "unknown", "refused")
+"""Groups of the pool's own finer reasons (`envpool.commands.Reason`), which its status has one by one."""
+ENV_KILL_REASONS = ("start_timeout", "create_timeout", "reset_timeout", "step_timeout", "close_timeout", "lost")
+"""Why an env pool killed a worker; `lost` makes sure of one that died of itself."""
 SANDBOX_KILL_REASONS = ("time", "memory", "processes", "disk", "output")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 RPC_FAILURES = ("timeout", "lost", "error")
