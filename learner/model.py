@@ -151,25 +151,18 @@ def shard(model: PackedModel, dtype: Literal["float32", "bfloat16"]) -> None:
     fully_shard(model, mp_policy=policy)
 
 
-def named_tensors(model: PackedModel) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers under their Hugging Face names, tied ones once; sharded ones as they are."""
-    seen: set[int] = set()
+def full_tensors(model: PackedModel, keep: bool) -> dict[str, torch.Tensor]:
+    """Parameters and saved buffers, whole, under their Hugging Face names; tied ones are the same tensor under each name.
+
+    A collective when sharded: all ranks call, those with `keep` get the result. Unsharded tensors are the model's own memory:
+    copy before the next optimizer step.
+    """
+    whole: dict[int, torch.Tensor] = {}
     result: dict[str, torch.Tensor] = {}
     for name, tensor in model.lm.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            result[name] = tensor.detach()
-    return result
-
-
-def full_tensors(model: PackedModel, keep: bool, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Whole tensors under their Hugging Face names. A collective when sharded: all ranks call, those with `keep` get the result.
-
-    Unsharded tensors of the right dtype are the model's own memory: copy before the next optimizer step.
-    """
-    result: dict[str, torch.Tensor] = {}
-    for name, tensor in named_tensors(model).items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if id(tensor) not in whole:
+            full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            whole[id(tensor)] = full if keep else tensor
         if keep:
-            result[name] = whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
+            result[name] = whole[id(tensor)]
     return result

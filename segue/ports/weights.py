@@ -22,7 +22,9 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class Manifest(Message, frozen=True):
     """What is sent: `what` is "full" (later: adapter, delta, with `base`), tensors in sending order, and a checksum.
 
-    `buckets` are lists of indices into `tensors`; `checksums` has one CRC-32 per bucket.
+    `buckets` are lists of indices into `tensors`; `checksums` has one CRC-32 per bucket, and is empty until they are known (the
+    sender computes them while it sends; staged weights have them). `aliases` maps each tied name to the name in `tensors`
+    under which its tensor is sent, once.
     """
 
     what: str
@@ -32,6 +34,7 @@ class Manifest(Message, frozen=True):
     tensors: list[TensorSpec]
     buckets: list[list[int]]
     checksums: list[int]
+    aliases: dict[str, str] = {}
 
 
 class StagedWeights(Protocol):
@@ -44,7 +47,12 @@ class StagedWeights(Protocol):
 
 
 class WeightSender(Protocol):
-    """Rank 0 of the learner: keeps the newest published weights and broadcasts them; its own thread does the sending."""
+    """Rank 0 of the learner: keeps the newest published weights and broadcasts them; its own thread does the sending.
+
+    `address` is where members meet it ("host:port"); the learner hands it to the scheduler with every publish.
+    """
+
+    address: str
 
     def publish(self, step: int, named: dict[str, torch.Tensor]) -> Manifest:
         """Copy the weights aside (the only part the training thread waits for); they stay until the next publish is sent."""

@@ -1,4 +1,4 @@
-"""A training step against a loop over trajectories and tokens; packing and micro-batches change nothing; promises are asserted."""
+"""A training step against a loop over trajectories and tokens; packing and micro-batches change nothing; promises hold."""
 
 from __future__ import annotations
 

@@ -1,0 +1,248 @@
+"""Checkpoints: `checkpoints/step_N/` is complete or absent. Written aside, synced to disk, a marker last, renamed into place.
+
+    step_N/
+      models/policy/       a Hugging Face folder (float32), tokenizer files included
+      optimizer.safetensors, rng.safetensors
+      scheduler.cut        the scheduler's state at the same acknowledgement, as it gave it
+      COMPLETE             JSON: step, and size and CRC-32 of every file
+
+Nothing in it is a pickle. Whole tensors are stored, so that any number of ranks can resume it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from learner.model import POLICY
+from segue.errors import RunFailed, UserError
+
+FORMAT = 1
+MARKER = "COMPLETE"
+CUT = "scheduler.cut"
+OPTIMIZER = "optimizer.safetensors"
+RNG = "rng.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class LearnerState:
+    """What rank 0 writes: whole tensors on the CPU or the GPU, copied by writing.
+
+    `models` maps a model's name to its tensors and its configs (objects with `save_pretrained`); `optimizer` and `rng` are flat.
+    """
+
+    step: int
+    models: Mapping[str, tuple[Tensors, list[Any]]]
+    optimizer: Tensors
+    rng: Tensors
+
+
+def model_folder(checkpoint: Path, name: str = POLICY) -> Path:
+    """The Hugging Face folder of one model in a checkpoint."""
+    return checkpoint / "models" / name
+
+
+def write_checkpoint(run_dir: Path, state: LearnerState, cut: bytes, tokenizer: Path | None, keep: int) -> Path:
+    """Write `checkpoints/step_N` and then remove all but the newest `keep`. Returns its path.
+
+    Raises `RunFailed` with one sentence when the disk is full or cannot be written; older checkpoints are then untouched.
+    """
+    root = run_dir / "checkpoints"
+    final = root / f"step_{state.step}"
+    aside = root / f".step_{state.step}.writing"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for stale in root.glob(".step_*"):
+            shutil.rmtree(stale)
+        aside.mkdir()
+        _write_files(aside, state, cut, tokenizer)
+        _write_marker(aside, state.step)
+        if final.exists():  # the same step again, after a resume from an earlier one
+            _discard(final)
+        os.rename(aside, final)
+        _sync_folder(root)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise _cannot_write(root, state.step, error) from error
+    for old in complete_checkpoints(run_dir)[:-keep]:
+        _discard(old)
+    return final
+
+
+def _write_files(aside: Path, state: LearnerState, cut: bytes, tokenizer: Path | None) -> None:
+    for name, (tensors, configs) in state.models.items():
+        folder = model_folder(aside, name)
+        folder.mkdir(parents=True)
+        for config in configs:
+            config.save_pretrained(folder)
+        _save(tensors, folder / "model.safetensors")
+        if tokenizer is not None and name == POLICY:
+            for file in TOKENIZER_FILES:
+                if (tokenizer / file).is_file():
+                    shutil.copyfile(tokenizer / file, folder / file)
+    _save(state.optimizer, aside / OPTIMIZER)
+    _save(state.rng, aside / RNG)
+    (aside / CUT).write_bytes(cut)
+
+
+def _save(tensors: Tensors, path: Path) -> None:
+    """Tied tensors once: transformers ties them again when it loads."""
+    seen: set[int] = set()
+    once = {}
+    for name, tensor in tensors.items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            once[name] = tensor.detach().contiguous()
+    save_file(once, path, metadata={"format": "pt"})
+
+
+def _write_marker(aside: Path, step: int) -> None:
+    """Sync every file, then write down what a complete checkpoint holds, then sync that."""
+    files = {}
+    for path in sorted(p for p in aside.rglob("*") if p.is_file()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[str(path.relative_to(aside))] = {"bytes": path.stat().st_size, "crc32": _crc(path)}
+    marker = aside / MARKER
+    with marker.open("w", encoding="utf-8") as file:
+        json.dump({"format": FORMAT, "step": step, "files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in (p for p in (aside, *aside.rglob("*")) if p.is_dir()):
+        _sync_folder(folder)
+
+
+def _crc(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _discard(path: Path) -> None:
+    """Absent at once, then removed: a half-removed checkpoint never looks like one."""
+    aside = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _cannot_write(root: Path, step: int, error: Exception) -> RunFailed:
+    # safetensors reports the system's error as text only.
+    full = (isinstance(error, OSError) and error.errno in _FULL) or any(f"(os error {code})" in str(error) for code in _FULL)
+    kept = [path.name for path in complete_checkpoints(root.parent)]
+    newest = f"the newest complete one is {kept[-1]}" if kept else "there is no earlier one"
+    why = "its disk is full" if full else f"{str(error).rstrip('.')}"
+    remedy = "free some space" if full else "check its permissions and its disk"
+    return RunFailed(
+        "learner", f"The checkpoint of step {step} could not be written to {root}: {why}; {newest}; {remedy} and resume."
+    )
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """All complete checkpoints of a run, oldest first."""
+    found = []
+    for path in (run_dir / "checkpoints").glob("step_*"):
+        number = path.name.removeprefix("step_")
+        if number.isdecimal() and (path / MARKER).is_file():
+            found.append((int(number), path))
+    return [path for _, path in sorted(found)]
+
+
+def latest_checkpoint(run_dir: Path) -> Path:
+    """The newest complete checkpoint. Raises `UserError` when there is none."""
+    found = complete_checkpoints(run_dir)
+    if not found:
+        raise UserError(f"{run_dir} has no complete checkpoint to resume from: start the run anew in another directory.")
+    return found[-1]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint that was verified byte by byte."""
+
+    path: Path
+    step: int
+
+    def optimizer(self) -> dict[str, torch.Tensor]:
+        return _load(self.path / OPTIMIZER)
+
+    def rng(self) -> dict[str, torch.Tensor]:
+        return _load(self.path / RNG)
+
+    def cut(self) -> bytes:
+        """The scheduler's state at the same acknowledgement."""
+        return (self.path / CUT).read_bytes()
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    loaded: dict[str, torch.Tensor] = load_file(path)
+    return loaded
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Verify a checkpoint. Raises `UserError` with one sentence: it is missing, incomplete, damaged, or of another format."""
+    remedy = "resume from another checkpoint or start the run anew"
+    if not path.is_dir():
+        raise UserError(f"There is no checkpoint {path}: {remedy}.")
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        step, files, version = int(marker["step"]), dict(marker["files"]), marker["format"]
+    except FileNotFoundError:
+        raise UserError(f"The checkpoint {path} is incomplete (it has no {MARKER} file): {remedy}.") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"The checkpoint {path} is damaged (its {MARKER} file cannot be read): {remedy}.") from None
+    if version != FORMAT:
+        raise UserError(
+            f"The checkpoint {path} has format {version}, this Segue reads format {FORMAT}: use the Segue that wrote it."
+        )
+    for name, expected in files.items():
+        with _damaged(path, name, remedy):
+            file = path / name
+            if file.stat().st_size != expected["bytes"] or _crc(file) != expected["crc32"]:
+                raise ValueError
+    return Checkpoint(path, step)
+
+
+@contextlib.contextmanager
+def _damaged(path: Path, name: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"The checkpoint {path} is damaged ({name} is not what was written): {remedy}.") from None
