@@ -174,7 +174,7 @@ class EpisodeLoop:
                     await self._generate()
         except _Parking:
             pass
-        return self._host.emit(Parked(*self.key, self.log.next_seq, self._seconds()), True)
+        return self._emit(Parked(*self.key, self.log.next_seq, self._seconds()), True)
 
     async def _open_environment(self) -> None:
         """Build the environment where the log says it was; the first time, write the prompt."""
@@ -228,7 +228,7 @@ class EpisodeLoop:
         self._kv.request(len(log.tokens), log.prompt, lineage)
         if self._interrupted:
             self._interrupted = False
-            host.emit(Resumed(*self.key), False)
+            self._emit(Resumed(*self.key), False)
         finish = await self._stream(request)
         self._after(finish)
 
@@ -293,7 +293,7 @@ class EpisodeLoop:
                 host.abort(self, self.request)
         if self._lease_sampled >= self._slice and not self._slice_told:
             self._slice_told = True
-            host.emit(SliceUsed(*self.key), False)
+            self._emit(SliceUsed(*self.key), False)
         if len(self._piece) >= PIECE_TOKENS and chunk.finish is None and not self._cut:
             self._write(self._piece.flush())
 
@@ -309,9 +309,9 @@ class EpisodeLoop:
             return
         self._interrupted = True
         if finish is FinishReason.PAUSED:
-            self._host.emit(Paused(*self.key, "update"), True)
+            self._emit(Paused(*self.key, "update"), True)
         elif self._parking:
-            self._host.emit(Paused(*self.key, "slice"), True)
+            self._emit(Paused(*self.key, "slice"), True)
         else:
             assert self._wall_over, f"request of {self.key} was aborted by nobody"
 
@@ -322,7 +322,7 @@ class EpisodeLoop:
         self._write(self._piece.complete(renderer.closing(action), renderer.text(action)))
 
     async def _step(self) -> None:
-        """Give the action to the environment and write down what it did. A park order waits for it, so that no step runs twice."""
+        """Give the action to the environment and write down what it did. A park order waits, so that no step runs twice."""
         turn, action = self.log.turn, self.log.waiting
         assert action is not None
         future = self._host.env.step(Step(*self.key, turn, action))
@@ -364,7 +364,7 @@ class EpisodeLoop:
 
     def _finish(self, outcome: Outcome) -> None:
         log = self.log
-        self._host.emit(
+        self._emit(
             Finish(
                 episode=self.lease.episode,
                 attempt=self.lease.attempt,
@@ -384,12 +384,16 @@ class EpisodeLoop:
             return
         log.warning("episode %d, attempt %d failed (%s, %s): %s", *self.key, failure, reason, error)
         self._host.metrics.add("segue_discarded_tokens_total", len(self._piece), reason="failed")
-        self._host.emit(Fail(*self.key, failure, reason), True)
+        self._emit(Fail(*self.key, failure, reason), True)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _write(self, body: DeltaBody, urgent: bool = False) -> None:
-        self._host.emit(self.log.write(body, *self.key), urgent)
+        self._emit(self.log.write(body, *self.key), urgent)
+
+    def _emit(self, event: NodeEvent, urgent: bool) -> None:
+        if not self.dropped:
+            self._host.emit(event, urgent)
 
     def _seconds(self) -> float:
         """Wall time used, earlier attempts included, waits for weights excluded."""

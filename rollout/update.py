@@ -1,0 +1,226 @@
+"""How a node gets new weights (docs/protocol.md, "An update").
+
+consumes       begin and abandon orders; the receiver's staged weights
+produces       `Loaded` or `LoadFailed`; the gate's level; the engine's pause, load and resume, of which it is the only owner
+waits for      the transfer; running requests (`turn`) or episodes (`episode`) up to `drain_seconds`; the engine to become idle
+unblocked by   the receiver, the gate's counts, the engine; deadlines of the order
+on cancel      staged weights are discarded; once the engine is paused, an update is not cancelled any more
+
+Weights are staged while the engine generates. One update at a time: a newer order takes the place of one that has not paused
+the engine yet, and follows one that has. Whatever fails before the weights change leaves the old ones serving; what fails after
+that is fatal and ends the node, because a half-loaded engine must not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from rollout.gate import Gate, Level
+from segue.clock import now
+from segue.metrics import ActivityClock, Metrics, StateClock
+from segue.ports.engine import Engine, EngineDead, PauseMode
+from segue.ports.scheduler import AbandonUpdate, BeginUpdate, Loaded, LoadFailed, NodeEvent
+from segue.trajectory import NO_VERSION
+
+if TYPE_CHECKING:
+    from segue.ports.weights import StagedWeights, WeightReceiver
+
+DRAIN_LEVEL = {"turn": Level.TURNS, "episode": Level.LEASES}
+PAUSE_SECONDS = 60.0
+"""How long the engine may take to become idle: one step, so a generous bound. Past it the engine is dead."""
+
+log = logging.getLogger(__name__)
+
+
+class NotLoaded(Exception):
+    """An update ended without new weights; the old ones serve on. `phase` is where it stopped."""
+
+    def __init__(self, phase: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.phase = phase
+
+
+class Updater:
+    """See the module. `metrics` are the rollout node's, `sync_metrics` and `clock` those of its weightsync target."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        receiver: WeightReceiver,
+        gate: Gate,
+        *,
+        metrics: Metrics,
+        sync_metrics: Metrics,
+        clock: StateClock,
+        activity: ActivityClock,
+        emit: Callable[[NodeEvent, bool], None],
+        spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._name = name
+        self._engine = engine
+        self._receiver = receiver
+        self._gate = gate
+        self._metrics = metrics
+        self._sync = sync_metrics
+        self._clock = clock
+        self._activity = activity
+        self._emit = emit
+        self._spawn = spawn
+        self._epoch = 0
+        self._task: asyncio.Task[None] | None = None
+        self._update = -1
+        self._paused = False
+        self._muted = False
+        clock.enter("wait_version")
+        activity.begin("wait_weights")  # until the first weights are loaded
+
+    @property
+    def paused(self) -> bool:
+        """Whether the engine is paused (or about to be): nothing may be aborted now."""
+        return self._paused
+
+    def begin(self, order: BeginUpdate) -> None:
+        """Start an update; one that is still staging or draining is given up for it."""
+        if order.update <= self._update:
+            self._metrics.add("segue_messages_refused_total", reason="duplicate")
+            return
+        self._update, self._muted = order.update, False
+        before = self._task
+        if before is not None and not self._paused:
+            before.cancel()
+        self._task = self._spawn(f"update-{order.update}", self._run(order, before))
+
+    def abandon(self, order: AbandonUpdate) -> None:
+        """Give an update up, unless its weights are being loaded: then it completes."""
+        if order.update == self._update and self._task is not None and not self._paused:
+            log.info("update %d abandoned: %s", order.update, order.reason)
+            self._task.cancel()
+
+    def stop(self) -> None:
+        """The session is over: its update is abandoned, or completes and says nothing."""
+        self._muted = True
+        if self._task is not None and not self._paused:
+            self._task.cancel()
+
+    # --- one update -------------------------------------------------------------------------------------------------
+
+    async def _run(self, order: BeginUpdate, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        version = order.transfer.version
+        try:
+            loaded = await self._update_to(order)
+        except NotLoaded as error:
+            log.warning("update %d to version %d: %s", order.update, version, error)
+            self._sync.add("segue_weight_sync_failures_total", phase=error.phase)
+            self._say(order, LoadFailed(order.update, version, str(error), False))
+        except Exception as error:
+            self._say(order, LoadFailed(order.update, version, str(error), True))
+            raise EngineDead(f"version {version} could not be loaded: {error}") from error
+        else:
+            self._say(order, loaded)
+        finally:
+            self._clock.enter("wait_version")
+            self._gate.set(Level.OPEN if self._engine.version != NO_VERSION else Level.CLOSED)
+
+    def _say(self, order: BeginUpdate, event: Loaded | LoadFailed) -> None:
+        if order.update == self._update and not self._muted:
+            self._emit(event, True)
+
+    async def _update_to(self, order: BeginUpdate) -> Loaded:
+        began = now()
+        deadline = began + order.deadline_seconds
+        staged = await self._stage(order, deadline)
+        stage_seconds = now() - began
+        version = order.transfer.version
+        if self._engine.version == version:  # a node that joined again under a new session may hold it already
+            return Loaded(order.update, version, stage_seconds, 0.0, 0.0)
+        self._clock.enter("stage")
+        began = now()
+        await self._drain(order, deadline)
+        drain_seconds, pause_seconds = await self._swap(order, staged, began)
+        for phase, seconds in (("stage", stage_seconds), ("drain", drain_seconds), ("pause", pause_seconds)):
+            self._sync.observe("segue_weight_sync_seconds", seconds, phase=phase)
+        self._metrics.set("segue_policy_version", version)
+        self._metrics.set("segue_policy_update_timestamp_seconds", time.time())
+        return Loaded(order.update, version, stage_seconds, drain_seconds, pause_seconds)
+
+    async def _stage(self, order: BeginUpdate, deadline: float) -> StagedWeights:
+        """Receive the weights while the engine goes on. Whatever the receiver raises, the old weights are untouched."""
+        transfer = order.transfer
+        if self._name not in transfer.members:
+            raise NotLoaded("transfer", f"{self._name} is no member of transfer {transfer.transfer}")
+        rank = transfer.members.index(self._name) + 1
+        self._clock.enter("transfer")
+        self._sync.set("segue_weight_sync_started_timestamp_seconds", time.time())
+        try:
+            async with asyncio.timeout_at(deadline):
+                staged = await self._receiver.stage(transfer, rank)
+        except TimeoutError:
+            raise NotLoaded(
+                "transfer", f"version {transfer.version} did not arrive within {order.deadline_seconds:g} s"
+            ) from None
+        except Exception as error:
+            # `TransferFailed` is the expected one; naming it here would import torch.
+            raise NotLoaded("transfer", f"version {transfer.version} did not arrive: {error}") from error
+        finally:
+            self._sync.set("segue_weight_sync_started_timestamp_seconds", 0.0)
+        if staged.version != transfer.version:
+            raise NotLoaded("stage", f"version {staged.version} arrived where {transfer.version} was announced")
+        return staged
+
+    async def _drain(self, order: BeginUpdate, deadline: float) -> None:
+        """Let turns or whole episodes finish, as far as the order's patience reaches; what is left is interrupted."""
+        level = DRAIN_LEVEL.get(order.inflight)
+        if level is None:
+            return
+        self._gate.set(level)
+        try:
+            async with asyncio.timeout_at(min(deadline, now() + order.drain_seconds)):
+                await self._gate.drained(episodes=order.inflight == "episode")
+        except TimeoutError:
+            log.info("update %d: %d requests still run after the drain", order.update, self._gate.running)
+
+    async def _swap(self, order: BeginUpdate, staged: StagedWeights, began: float) -> tuple[float, float]:
+        """Pause, load, resume. Returns (seconds until the engine was idle, seconds from then until it could go on).
+
+        From here on nothing cancels the update: `begin`, `abandon` and `stop` leave a paused engine to it.
+        """
+        engine, version = self._engine, order.transfer.version
+        self._epoch += 1
+        epoch, first = self._epoch, engine.version == NO_VERSION
+        self._gate.set(Level.CLOSED)
+        self._paused = True
+        if not first:
+            self._activity.begin("wait_weights")
+        try:
+            await self._pause(PauseMode.FREEZE if order.inflight == "keep" else PauseMode.ABORT, epoch)
+            idle = now()
+            self._clock.enter("load")
+            try:
+                await engine.load(version, staged)
+            except ValueError as error:  # nothing has changed; whatever else is raised leaves the engine paused for good
+                await engine.resume(epoch)
+                raise NotLoaded("load", f"version {version} does not fit: {error}") from error
+            await engine.resume(epoch)
+            if first:
+                self._activity.end("wait_weights")
+            pause_seconds = now() - idle
+            self._metrics.observe("segue_rollout_pause_seconds", pause_seconds, reason="update")
+            return idle - began, pause_seconds
+        finally:
+            self._paused = False
+            if not first:
+                self._activity.end("wait_weights")
+
+    async def _pause(self, mode: PauseMode, epoch: int) -> None:
+        try:
+            async with asyncio.timeout(PAUSE_SECONDS):
+                await self._engine.pause(mode, epoch)
+        except TimeoutError:
+            raise EngineDead(f"the engine did not become idle within {PAUSE_SECONDS:g} s") from None
