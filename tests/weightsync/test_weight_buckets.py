@@ -1,0 +1,115 @@
+"""Packing: whatever goes in comes out, bit for bit, and a loader may keep what it got."""
+
+import zlib
+
+import hypothesis.extra.numpy as hnp
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.buckets import checksum, new_bucket, new_buckets, pack, unpack
+from weightsync.manifest import ALIGNMENT, bucket_offsets, build_manifest, layout
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int16, torch.uint8, torch.bool]
+
+
+@st.composite
+def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    """Random bits in random shapes (zero-size, scalar and odd ones included) and dtypes."""
+    named = {}
+    for number in range(draw(st.integers(0, 8))):
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=7))
+        count = int(np.prod(shape)) * dtype.itemsize
+        raw = np.frombuffer(draw(st.binary(min_size=count, max_size=count)), dtype=np.uint8).copy()
+        if dtype is torch.bool:
+            raw &= 1
+        flat = torch.from_numpy(raw).view(dtype) if count else torch.empty(0, dtype=dtype)
+        named[f"layers.{number // 2}.{number}"] = flat.view(shape)
+    return named
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@given(named=named_tensors(), bucket_bytes=st.integers(1, 300))
+def test_round_trip(named: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+    manifest = build_manifest("policy", 0, layout(named), bucket_bytes)
+    buckets = new_buckets(manifest)
+    for bucket in buckets:
+        bucket.fill_(0xA5)  # what was in the memory before must not matter
+    pack(manifest, named, buckets)
+    out = unpack(manifest, buckets)
+    assert out.keys() == named.keys()
+    for name, tensor in named.items():
+        assert out[name].dtype == tensor.dtype and out[name].shape == tensor.shape
+        assert bits(out[name]) == bits(tensor)
+    again = new_buckets(manifest)
+    pack(manifest, named, again)
+    assert [checksum(bucket) for bucket in buckets] == [checksum(bucket) for bucket in again]  # padding included
+
+
+@given(named=named_tensors(), bucket_bytes=st.integers(1, 300))
+def test_the_bytes_of_a_bucket_are_the_tensors_one_after_the_other(named: dict[str, torch.Tensor], bucket_bytes: int) -> None:
+    manifest = build_manifest("policy", 0, layout(named), bucket_bytes)
+    buckets = new_buckets(manifest)
+    pack(manifest, named, buckets)
+    for number, members in enumerate(manifest.buckets):
+        slow = b""
+        for index in members:
+            raw = bits(named[manifest.tensors[index].name])
+            slow += raw + bytes(-len(raw) % ALIGNMENT)
+        assert buckets[number].numpy().tobytes() == slow
+        assert len(slow) == bucket_offsets(manifest, number)[1]
+        assert checksum(buckets[number]) == zlib.crc32(slow)
+
+
+def test_strided_and_cast_tensors_are_packed_by_value() -> None:
+    wide = torch.arange(24, dtype=torch.float32).reshape(4, 6) / 7
+    named = {"turned": wide.T, "stepped": wide[::2, ::3], "ids": torch.arange(3)}
+    manifest = build_manifest("policy", 0, layout(named, torch.bfloat16), 1 << 20)
+    buckets = new_buckets(manifest)
+    pack(manifest, named, buckets)
+    out = unpack(manifest, buckets)
+    assert torch.equal(out["turned"], wide.T.to(torch.bfloat16))
+    assert torch.equal(out["stepped"], wide[::2, ::3].to(torch.bfloat16))
+    assert torch.equal(out["ids"], torch.arange(3))
+
+
+def test_tied_names_are_the_same_memory() -> None:
+    weight = torch.rand(5, 4)
+    named = {"embed": weight, "head": weight}
+    manifest = build_manifest("policy", 0, layout(named), 1 << 20)
+    buckets = new_buckets(manifest)
+    pack(manifest, named, buckets)
+    out = unpack(manifest, buckets)
+    assert out["embed"].data_ptr() == out["head"].data_ptr() and torch.equal(out["head"], weight)
+
+
+def test_packing_copies() -> None:
+    """The training thread may go on as soon as the weights are packed."""
+    weight = torch.ones(8, requires_grad=True)
+    manifest = build_manifest("policy", 0, layout({"w": weight}), 1 << 20)
+    buckets = new_buckets(manifest)
+    pack(manifest, {"w": weight}, buckets)
+    with torch.no_grad():
+        weight.zero_()
+    assert torch.equal(unpack(manifest, buckets)["w"], torch.ones(8))
+
+
+def test_a_loader_may_keep_tensors_of_an_earlier_bucket() -> None:
+    """F38: buckets smaller than a layer; the loader collects a layer's tensors over several buckets before it copies any."""
+    named = {f"layers.{layer}.{part}": torch.full((50,), 10.0 * layer + part) for layer in range(3) for part in range(4)}
+    manifest = build_manifest("policy", 0, layout(named), 300)  # one tensor per bucket
+    source = new_buckets(manifest)
+    pack(manifest, named, source)
+    assert len(source) == 12
+    received = [new_bucket(manifest, number) for number in range(len(source))]  # all held at once, as a loader may
+    for bucket, data in zip(received, source, strict=True):
+        bucket.copy_(data)
+    assert len({bucket.data_ptr() for bucket in received}) == len(received)
+    kept = unpack(manifest, received)
+    for name, tensor in named.items():
+        assert torch.equal(kept[name], tensor)
