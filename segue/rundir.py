@@ -177,14 +177,19 @@ class RunDir:
 
     @classmethod
     def resume(cls, path: Path, config_toml: str) -> RunDir:
-        """An existing run directory, to be gone on with under this config (the last attempt's is kept beside it)."""
+        """An existing run directory, to be gone on with under this config.
+
+        A config that differs and a summary are those of the last attempt: they are kept beside, under its number.
+        """
         run = cls.open(path)
-        config = path / CONFIG
+        last = max(1, run.attempts())
         with disk_errors(path):
             run._make_folders()
-            if config.read_text(encoding="utf-8") != config_toml:
-                os.replace(config, path / f"config.attempt-{max(1, run.attempts())}.toml")
-                write_atomic(config, config_toml.encode())
+            if run.config.read_text(encoding="utf-8") != config_toml:
+                os.replace(run.config, path / f"config.attempt-{last}.toml")
+                write_atomic(run.config, config_toml.encode())
+            if run.summary.exists():
+                os.replace(run.summary, path / f"summary.attempt-{last}.json")
         return run
 
     def _make_folders(self) -> None:

@@ -65,12 +65,14 @@ def test_a_folder_that_is_no_run_is_one_sentence(tmp_path: Path) -> None:
         RunDir.open(tmp_path)
 
 
-def test_resuming_keeps_the_config_of_the_last_attempt(tmp_path: Path) -> None:
+def test_resuming_keeps_config_and_summary_of_the_last_attempt(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "demo", "steps = 1\n")
     assert run.begin_attempt(NOON) == 1
     RunDir.resume(run.path, "steps = 1\n")
     assert not list(run.path.glob("config.attempt-*"))
+    write_json(run.summary, {"steps": 1})
     RunDir.resume(run.path, "steps = 2\n")
+    assert not run.summary.exists() and (run.path / "summary.attempt-1.json").exists()
     assert run.config.read_text() == "steps = 2\n"
     assert (run.path / "config.attempt-1.toml").read_text() == "steps = 1\n"
     assert run.begin_attempt(NOON, resumed_from=7) == 2

@@ -1,0 +1,97 @@
+"""One line of metrics.jsonl: what is in it, and in which order.
+
+    step                 the batch's target step, from 0
+    elapsed_seconds      since the run began          step_seconds      since the step before ended
+    wait_seconds         of it, waiting for the batch
+    version              weight version published after this step
+    queue_groups         finished groups waiting       in_flight         episodes under a lease
+    ages                 `ages[a]`: trained tokens of age a, in steps
+    then the learner's statistics under its own names (learner/batches.py, learner/diagnostics.py): loss, grad_norm,
+    reward_mean, reward_std, info_success, tokens_generated, tokens_trained, tokens_masked_age, kept_fraction,
+    trajectories_trained, trajectories_multi_version, logprob_gap_mean, logprob_gap_max, logprob_gap_tokens, …
+
+Every key that holds a wall-clock duration or moment ends in `seconds`; without those, two serial runs give equal lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_HEAD = ("step", "elapsed_seconds", "step_seconds", "wait_seconds", "version", "queue_groups", "in_flight", "ages")
+
+
+def step_line(
+    step: int,
+    *,
+    elapsed_seconds: float,
+    step_seconds: float,
+    wait_seconds: float,
+    version: int,
+    queue_groups: int,
+    in_flight: int,
+    ages: Sequence[int],
+    stats: Mapping[str, float],
+) -> dict[str, Any]:
+    """The line of one step; `stats` follow in the order they have."""
+    line: dict[str, Any] = {
+        "step": step,
+        "elapsed_seconds": round(elapsed_seconds, 3),
+        "step_seconds": round(step_seconds, 3),
+        "wait_seconds": round(wait_seconds, 3),
+        "version": version,
+        "queue_groups": queue_groups,
+        "in_flight": in_flight,
+        "ages": list(ages),
+    }
+    taken = [name for name in stats if name in line]
+    assert not taken, f"statistics named like a field of the line: {taken}"
+    return line | dict(stats)
+
+
+def without_seconds(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The line without durations and moments: equal in two serial runs of one config."""
+    return {key: value for key, value in line.items() if not key.endswith("seconds")}
+
+
+def number(line: Mapping[str, Any], key: str) -> float | None:
+    """A statistic of a line; None if it is absent or was not a finite number."""
+    value = line.get(key)
+    return None if value is None else float(value)
+
+
+def total(lines: Iterable[Mapping[str, Any]], key: str) -> float:
+    """The sum of a statistic over lines; absent ones count 0."""
+    return sum(number(line, key) or 0.0 for line in lines)
+
+
+def age_histogram(lines: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Trained tokens by age over all lines."""
+    counts: list[int] = []
+    for line in lines:
+        ages = line.get("ages") or []
+        counts += [0] * (len(ages) - len(counts))
+        for age, count in enumerate(ages):
+            counts[age] += count
+    return counts
+
+
+def age_mean(counts: Sequence[int]) -> float | None:
+    """Mean age; None without a trained token."""
+    tokens = sum(counts)
+    return sum(age * count for age, count in enumerate(counts)) / tokens if tokens else None
+
+
+def age_max(counts: Sequence[int]) -> int | None:
+    """The greatest age of a trained token; None without one."""
+    return max((age for age, count in enumerate(counts) if count), default=None)
+
+
+def age_quantile(counts: Sequence[int], q: float) -> int | None:
+    """The smallest age that at least a share `q` of the trained tokens do not exceed; None without one."""
+    tokens, seen = sum(counts), 0
+    for age, count in enumerate(counts):
+        seen += count
+        if tokens and seen >= q * tokens:
+            return age
+    return None

@@ -1,0 +1,158 @@
+"""summary.json: the figures of a run, from what the driver gathered. Pure functions; what is not known is null, never 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from segue.metrics.registry import read_sample
+from segue.metrics.vocabulary import PREFILL_CAUSES, ROLES, STATES, is_idle
+from segue.report import steps
+from segue.report.facts import EpisodeCounts, EvalResult, RunFacts, WeightSyncFigures, role_of
+
+Lines = Sequence[Mapping[str, Any]]
+Snapshots = Mapping[str, Mapping[str, float]]
+
+EVALS = ("before", "after")
+
+
+def build_summary(facts: RunFacts) -> dict[str, Any]:
+    """The document of summary.json. docs/summary.md says what each key means."""
+    lines = facts.lines
+    return {
+        "mode": facts.mode,
+        "steps": len({line["step"] for line in lines}),
+        "wall_seconds": round(facts.wall_seconds, 3),
+        "tokens": tokens(facts.metrics, lines),
+        "staleness": staleness(lines, facts.bound),
+        "episodes": episodes(facts.episodes),
+        "prefill": prefill(facts.metrics),
+        "roles": roles(facts.states),
+        "weight_sync": weight_sync(facts.weight_sync),
+        "logprob_gap": logprob_gap(lines),
+        "eval": {name: evaluation(facts.evals.get(name)) for name in (*EVALS, *sorted(set(facts.evals) - set(EVALS)))},
+        "notes": [*facts.notes],
+    }
+
+
+def partial_summary(mode: str, bound: int, lines: Lines) -> dict[str, Any]:
+    """What can be said of a run that has no summary (yet): everything that metrics.jsonl tells."""
+    known = tokens({}, lines)
+    return {
+        "mode": mode,
+        "steps": len({line["step"] for line in lines}),
+        "wall_seconds": steps.number(lines[-1], "elapsed_seconds") if lines else None,
+        "tokens": {"generated": None, "trained": known["trained"], "masked_age": known["masked_age"]},
+        "staleness": staleness(lines, bound),
+        "logprob_gap": logprob_gap(lines),
+        "incomplete": True,
+    }
+
+
+def tokens(metrics: Snapshots, lines: Lines) -> dict[str, int]:
+    """Sampled by all engines (evaluation included); trained; and kept out of the loss by their age."""
+    return {
+        "generated": int(_sum(metrics, "segue_decode_tokens_total", "rollout")),
+        "trained": int(steps.total(lines, "tokens_trained")),
+        "masked_age": int(steps.total(lines, "tokens_masked_age")),
+    }
+
+
+def staleness(lines: Lines, bound: int) -> dict[str, Any]:
+    """Ages in steps over all trained tokens, and the share of trained trajectories that several versions sampled."""
+    ages = steps.age_histogram(lines)
+    trained = steps.total(lines, "trajectories_trained")
+    mixed = steps.total(lines, "trajectories_multi_version")
+    return {
+        "bound": bound,
+        "mean": steps.age_mean(ages),
+        "p99": steps.age_quantile(ages, 0.99),
+        "max": steps.age_max(ages),
+        "multi_version_ratio": mixed / trained if trained else None,
+    }
+
+
+def episodes(counts: EpisodeCounts) -> dict[str, Any]:
+    """The scheduler's counts as they are."""
+    return {
+        "admitted": counts.admitted,
+        "finished": counts.finished,
+        "trained": counts.trained,
+        "states": dict(counts.states),
+        "dropped": dict(counts.dropped),
+        "failed": dict(counts.failed),
+        "paused": counts.paused,
+        "resumed": counts.resumed,
+    }
+
+
+def prefill(metrics: Snapshots) -> dict[str, int]:
+    """Context tokens computed, by cause; found in the cache; and the engines' own count of the former."""
+    result = {cause: int(_sum(metrics, "segue_prefill_tokens_total", "rollout", cause=cause)) for cause in PREFILL_CAUSES}
+    result["cached"] = int(_sum(metrics, "segue_cached_tokens_total", "rollout"))
+    result["engine_total"] = int(_sum(metrics, "segue_engine_prefill_tokens_total", "rollout"))
+    return result
+
+
+def roles(states: Snapshots) -> dict[str, Any]:
+    """Seconds per state over all processes of a role, and the share of them that was not waiting."""
+    result: dict[str, Any] = {}
+    for role in ROLES:
+        targets = [seconds for target, seconds in states.items() if role_of(target) == role]
+        if not targets:
+            continue
+        spent = {state: sum(seconds.get(state, 0.0) for seconds in targets) for state in STATES[role]}
+        elapsed = sum(spent.values())
+        busy = sum(seconds for state, seconds in spent.items() if not is_idle(state))
+        result[role] = {
+            "busy_ratio": round(busy / elapsed, 4) if elapsed else None,
+            "states": {state: round(seconds, 3) for state, seconds in spent.items()},
+        }
+    return result
+
+
+def weight_sync(figures: WeightSyncFigures) -> dict[str, Any]:
+    """Updates, bytes sent, and means per transfer and per load."""
+    return {
+        "updates": figures.updates,
+        "bytes": figures.bytes,
+        "transfer_seconds_mean": _ratio(figures.transfer_seconds, figures.transfers),
+        "pause_seconds_mean": _ratio(figures.pause_seconds, figures.loads),
+    }
+
+
+def logprob_gap(lines: Lines) -> dict[str, Any]:
+    """|learner − engine| at equal version over all compared tokens, and how many those were."""
+    compared = steps.total(lines, "logprob_gap_tokens")
+    weighted = sum(
+        (steps.number(line, "logprob_gap_mean") or 0.0) * (steps.number(line, "logprob_gap_tokens") or 0.0) for line in lines
+    )
+    largest = max((steps.number(line, "logprob_gap_max") or 0.0 for line in lines), default=0.0)
+    return {
+        "mean": weighted / compared if compared else None,
+        "max": largest if compared else None,
+        "tokens": int(compared),
+    }
+
+
+def evaluation(result: EvalResult | None) -> dict[str, Any] | None:
+    """One evaluation, or None if it did not run."""
+    return None if result is None else {"success": result.success, "n": result.n, "failed": result.failed}
+
+
+def _ratio(total: float, count: int) -> float | None:
+    return round(total / count, 6) if count else None
+
+
+def _sum(metrics: Snapshots, name: str, role: str, **labels: str) -> float:
+    """A sample's sum over all processes of a role and over the labels left out."""
+    return sum(_samples((snapshot for target, snapshot in metrics.items() if role_of(target) == role), name, labels))
+
+
+def _samples(snapshots: Iterable[Mapping[str, float]], name: str, labels: Mapping[str, str]) -> Iterable[float]:
+    for snapshot in snapshots:
+        for sample, value in snapshot.items():
+            if sample.startswith(name):
+                found, given = read_sample(sample)
+                if found == name and labels.items() <= given.items():
+                    yield value

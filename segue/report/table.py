@@ -1,0 +1,73 @@
+"""The table at the end of a run, also shown by `segue report`: the summary for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+
+_UNKNOWN = "–"
+
+
+def summary_table(summary: Mapping[str, Any], title: str) -> Table:
+    """A whole or partial summary as a table of subjects and figures."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for subject, text in rows(summary):
+        table.add_row(subject, text)
+    return table
+
+
+def rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(subject, figures) of everything the summary holds."""
+    yield "run", f"{summary['mode']}, {_n(summary['steps'])} steps in {_n(summary['wall_seconds'], '.1f')} s"
+    if evals := summary.get("eval"):
+        yield "success", _success(evals)
+    t = summary["tokens"]
+    yield "tokens", f"{_n(t['generated'])} generated, {_n(t['trained'])} trained, {_n(t['masked_age'])} masked for their age"
+    s = summary["staleness"]
+    yield (
+        "age",
+        f"mean {_n(s['mean'], '.2f')}, p99 {_n(s['p99'])}, max {_n(s['max'])} of at most {_n(s['bound'])} steps; "
+        f"{_n(s['multi_version_ratio'], '.1%')} of trained trajectories under several versions",
+    )
+    if e := summary.get("episodes"):
+        yield "episodes", f"{_n(e['admitted'])} admitted, {_n(e['finished'])} finished, {_n(e['trained'])} trained"
+        yield "", f"paused {_n(e['paused'])} times, resumed {_n(e['resumed'])} times"
+        for what in ("states", "dropped", "failed"):
+            if any(e[what].values()):
+                yield "", f"{what}: {_parts(e[what])}"
+    if p := summary.get("prefill"):
+        causes = {name: n for name, n in p.items() if name not in ("cached", "engine_total")}
+        yield "prefill", f"{_n(p['engine_total'])} tokens computed, {_n(p['cached'])} from the cache"
+        yield "", _parts(causes) or "no cause counted"
+    for role, figures in (summary.get("roles") or {}).items():
+        states = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["states"].items() if seconds >= 0.05)
+        yield role, f"busy {_n(figures['busy_ratio'], '.0%')}: {states}"
+    if w := summary.get("weight_sync"):
+        yield (
+            "weight sync",
+            f"{_n(w['updates'])} updates, {_n(w['bytes'])} bytes, {_n(w['transfer_seconds_mean'], '.3f')} s per transfer, "
+            f"{_n(w['pause_seconds_mean'], '.3f')} s pause per load",
+        )
+    g = summary["logprob_gap"]
+    yield "log-prob gap", f"mean {_n(g['mean'], '.1e')}, max {_n(g['max'], '.1e')} nats over {_n(g['tokens'])} tokens"
+    for note in summary.get("notes") or []:
+        yield "note", note
+
+
+def _success(evals: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} training {_UNKNOWN}" if result is None else f"{name} training {result['success']:.3f} (n = {_n(result['n'])})"
+        for name, result in evals.items()
+    )
+
+
+def _parts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_n(count)}" for name, count in counts.items() if count)
+
+
+def _n(value: Any, form: str = ",") -> str:
+    return _UNKNOWN if value is None else format(value, form)
