@@ -1,0 +1,161 @@
+"""The `segue` command. It imports nothing heavy: each command imports what it needs when it runs.
+
+Exit codes: 0 done, 1 the run failed (one sentence says what died first), 2 a mistake of the user's (one sentence says what, where
+and what to do), 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+
+from segue import __version__
+from segue.errors import RunFailed, UserError
+
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="segue",
+    help="Fully asynchronous reinforcement learning for LLM agents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file, for instance configs/quickstart.toml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the config, for instance learner.lr=1e-5. Repeatable."),
+]
+
+
+def _sentences(command: Callable[P, int]) -> Callable[P, None]:
+    """Turn a command's errors into one sentence on stderr and its result into the exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs)
+        except UserError as error:
+            code = _say(str(error), 2)
+        except RunFailed as error:
+            code = _say(error.sentence, 1)
+        except KeyboardInterrupt:
+            code = _say("Interrupted.", 130)
+        raise typer.Exit(code)
+
+    return run
+
+
+def _say(sentence: str, code: int) -> int:
+    print(sentence, file=sys.stderr, flush=True)
+    return code
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"segue {__version__}")
+        raise typer.Exit(0)
+
+
+@app.command()
+@_sentences
+def train(
+    config: ConfigFile,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="The run directory; default runs/<config name>-<time>.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --run from its newest checkpoint.")] = False,
+    serial: Annotated[
+        bool, typer.Option("--serial", help="Everything in one process on a logical clock: slower, the same every time.")
+    ] = False,
+    overrides: Overrides = None,
+) -> int:
+    """Train a policy, evaluate it before and after, and write everything into a run directory."""
+    if resume and run is None:
+        raise UserError("--resume needs to know which run to go on with: add --run DIR.")
+    from segue.cluster.supervisor import supervise
+
+    return supervise(config, overrides or [], run, resume, serial)
+
+
+@app.command()
+@_sentences
+def warmstart(config: ConfigFile, overrides: Overrides = None) -> int:
+    """Make (or find in the cache) the model that the config's \\[warmstart] table describes, and print its folder."""
+    from segue.cluster.warmstart import warmstart as make
+    from segue.config import load_config
+
+    print(make(load_config(config, overrides), progress=True))
+    return 0
+
+
+@app.command("eval")
+@_sentences
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config (its starting model) or a run directory.")],
+    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint of the run; default its newest.", min=0)] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> int:
+    """Evaluate a model on the held-out tasks of its config."""
+    from segue.cluster.evaluate import evaluate as run_evaluation
+
+    return run_evaluation(target, overrides or [], step, as_json)
+
+
+@app.command("config")
+@_sentences
+def show_config(config: ConfigFile, overrides: Overrides = None) -> int:
+    """Print the resolved config as TOML: what a run would really use."""
+    from segue.config import load_config, to_toml
+
+    print(to_toml(load_config(config, overrides)), end="")
+    return 0
+
+
+@app.command()
+@_sentences
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> int:
+    """Show what a run reached, also while it runs or after it stopped early."""
+    from segue.report.read import read_report
+
+    summary, incomplete = read_report(run)
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        from rich.console import Console
+
+        from segue.report.table import summary_table
+
+        Console().print(summary_table(summary, f"Run {run}"))
+    if incomplete:
+        print(incomplete, file=sys.stderr)
+    return 0
+
+
+def main() -> None:
+    """The entry point of the `segue` script."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads per process on busy cores are ten times slower than one
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
