@@ -12,12 +12,9 @@ nothing leaks. An instance that raised is closed and never used again.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -40,6 +37,7 @@ from envpool.messages import (
     Reset,
     RestoreTo,
 )
+from envpool.record import CLOCK_STATES, TIMEOUTS, Instance, Owner, Phase, PoolLimits
 from envpool.seats import SeatPhase, Seats
 from envpool.slots import Slots, SlotState
 from segue.episode import Task
@@ -47,85 +45,6 @@ from segue.metrics import Metrics, SlotClock
 from segue.ports.envpool import RESET_STEP, Create, Created, EnvReply, Observation, Stepped
 
 REMEMBERED_TASKS = 1 << 12
-
-
-class PoolLimits(msgspec.Struct, frozen=True):
-    """Size and deadlines of a pool, in seconds; see `segue.config.envpool`. `idle_seconds` bounds the wait for an action."""
-
-    workers: int
-    instances: int
-    create_seconds: float
-    reset_seconds: float
-    step_seconds: float
-    close_seconds: float
-    idle_seconds: float
-    respawns_per_minute: int
-
-
-class Phase(enum.StrEnum):
-    """See the module."""
-
-    QUEUED = "queued"
-    MAKING = "making"
-    RESETTING = "resetting"
-    REPLAYING = "replaying"
-    IDLE = "idle"
-    STEPPING = "stepping"
-    CLOSING = "closing"
-
-
-_TIMEOUTS = {
-    Phase.MAKING: (Reason.CREATE_TIMEOUT, KillReason.CREATE_TIMEOUT),
-    Phase.RESETTING: (Reason.RESET_TIMEOUT, KillReason.RESET_TIMEOUT),
-    Phase.REPLAYING: (Reason.STEP_TIMEOUT, KillReason.STEP_TIMEOUT),
-    Phase.STEPPING: (Reason.STEP_TIMEOUT, KillReason.STEP_TIMEOUT),
-    Phase.CLOSING: (Reason.WORKER_KILLED, KillReason.CLOSE_TIMEOUT),
-}
-_CLOCK_STATES = {
-    Phase.MAKING: "reset",
-    Phase.RESETTING: "reset",
-    Phase.REPLAYING: "reset",
-    Phase.IDLE: "wait_action",
-    Phase.STEPPING: "step",
-    Phase.CLOSING: "other",
-}
-
-
-@dataclass(slots=True)
-class Instance:
-    """One instance. `stored` are replies that the node has not yet accepted, by step."""
-
-    number: int
-    node: str
-    session: int
-    create: Create
-    asked: float
-    phase: Phase = Phase.QUEUED
-    slot: int = -1
-    call: int = 0
-    called: float = 0.0
-    resume: str = Resume.PINNED
-    replayed: int = 0
-    next_step: int = 0
-    wanted: bool = True
-    stored: dict[int, EnvReply] = field(default_factory=dict)
-
-    @property
-    def step(self) -> int:
-        """The step number of the call that runs, or of the next one."""
-        return self.next_step if self.phase in (Phase.IDLE, Phase.STEPPING) else RESET_STEP
-
-
-class Owner(Protocol):
-    """Who speaks with the nodes (`envpool.pool.Pool`)."""
-
-    def answered(self, instance: Instance, reply: EnvReply) -> None:
-        """The call that the node waits for is done."""
-        ...
-
-    def failed(self, instance: Instance, reason: Reason, detail: str, waits: bool) -> None:
-        """The instance is lost to its node, which waits for a reply or not. It is no longer wanted."""
-        ...
 
 
 class Instances:
@@ -403,7 +322,7 @@ class Instances:
         elif instance.phase == Phase.IDLE:
             self.fail(now, instance, Reason.IDLE_TIMEOUT, f"no action came within {self.limits.idle_seconds:g} s", waits=False)
         else:
-            reason, kill = _TIMEOUTS[instance.phase]
+            reason, kill = TIMEOUTS[instance.phase]
             self._metrics.add("segue_env_timeouts_total", env=self._env)
             detail = f"was killed because a call did not return within {now - instance.called:.3g} s"
             self._end_worker(
@@ -440,7 +359,7 @@ class Instances:
 
     def _enter(self, instance: Instance, phase: Phase) -> None:
         instance.phase = phase
-        self._move_clock((instance.slot,), _CLOCK_STATES[phase])
+        self._move_clock((instance.slot,), CLOCK_STATES[phase])
 
     def _move_clock(self, slots: Iterable[int], state: str) -> None:
         for slot in slots:

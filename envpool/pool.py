@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from envpool.commands import CLASS_OF, GROUP_OF, Command, Deliver, Fault, Reason
-from envpool.instances import Instance, Instances, Phase, PoolLimits
+from envpool.instances import Instances
 from envpool.messages import LoadedSuite, LoadFailed, Reply
+from envpool.record import Instance, Phase, PoolLimits
 from segue.metrics import Metrics, SlotClock
 from segue.ports.envpool import RESET_STEP, Accepted, Close, Create, EnvFailed, EnvReply, EnvRequest, Step
 
@@ -185,11 +186,11 @@ class Pool:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def answered(self, instance: Instance, reply: EnvReply) -> None:
-        """See `envpool.instances.Owner`."""
+        """See `envpool.record.Owner`."""
         self._deliver(instance.node, instance.session, reply)
 
     def failed(self, instance: Instance, reason: Reason, detail: str, waits: bool) -> None:
-        """See `envpool.instances.Owner`. Whoever does not wait now learns it from the next request."""
+        """See `envpool.record.Owner`. Whoever does not wait now learns it from the next request."""
         create = instance.create
         failure = EnvFailed(create.episode, create.attempt, instance.step, str(CLASS_OF[reason]), str(reason), detail)
         self._count_failure(reason)

@@ -45,7 +45,8 @@ def guard(parent: int) -> NoReturn:
         _host(me)
     os.close(0)
     _watch(child)
-    os._exit(_end_descendants(child) & 0xFF)
+    code = _end_descendants(child)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def _watch(child: int) -> None:
