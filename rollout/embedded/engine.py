@@ -1,0 +1,456 @@
+"""The engine's asyncio front (`segue.ports.engine.Engine`).
+
+consumes       requests, and the control calls of one owner (pause, load, resume)
+produces       chunks into each request's outbox
+waits for      one compute call at a time; nothing else
+unblocked by   a request, a resume
+on cancel      closing a request's iterator frees its slot and KV; the engine goes on
+
+One task, `_serve`, plans and steps. Tensors are touched inside compute calls only, bookkeeping on the event loop only. Other
+methods may run while a step is being computed: they end sequences, and mark the batch as changed, but slots are given out, moved
+and overwritten by `_serve` alone, between steps. So nothing needs a lock.
+
+What is counted how: a request of n tokens that gets a slot has a context of n − 1 positions to be filled, cached + prefilled.
+Position n − 1 is fed by the decode step that samples the next token. So every decoded token costs one decoded position, and
+prefill covers exactly what no decode step feeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from rollout.embedded.runner import DecodeBatch, Runner
+from rollout.embedded.sequence import Sequence
+from rollout.embedded.slots import SlotPolicy
+from rollout.embedded.stops import StopStrings
+from rollout.embedded.support import check_runner, open_config, open_model, open_tokenizer
+from rollout.embedded.weights import bind
+from segue.clock import Compute, now
+from segue.errors import UserError
+from segue.ports.engine import Admission, Chunk, EngineCounts, EngineDead, FinishReason, GenerateRequest, PauseMode
+from segue.ports.weights import StagedWeights
+from segue.trajectory import NO_VERSION
+
+T = TypeVar("T")
+
+
+class EmbeddedEngine:
+    """See the module, and the port for what each method promises."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        slots: int,
+        max_tokens: int,
+        dtype: str,
+        device: str,
+        compute: Compute,
+        tokenizer: Any = None,
+        decode_cost: float = 0.0,
+        prefill_cost_per_token: float = 0.0,
+        chunk_tokens: int = 16,
+        admit_batch: int = 4,
+        admit_steps: int = 4,
+        step_seconds: float = 120.0,
+    ) -> None:
+        """
+        slots            sequences decoded at once; each holds the KV of one episode of up to `max_tokens` tokens
+        dtype, device    torch's names ("float32", "cuda:0")
+        compute          where blocking work runs; it stays its owner's to close
+        tokenizer        for stop strings; None: the one in the model folder, if there is one
+        decode_cost      logical seconds of a decode step, and of a prefilled token, where time is logical
+        chunk_tokens     tokens are handed out this many at a time, and when a request ends or the engine pauses
+        admit_batch      while others decode, requests are let in once so many wait, or one has waited for `admit_steps` steps:
+        admit_steps      each time costs a pass of its own
+        step_seconds     the engine declares itself dead when one compute call takes longer than this
+        """
+        self._path = model_path
+        self._slots, self._max_tokens, self._dtype, self._device = slots, max_tokens, dtype, device
+        self._compute = compute
+        self._tokenizer = tokenizer
+        self._decode_cost, self._prefill_cost = decode_cost, prefill_cost_per_token
+        self._chunk_tokens, self._admit_batch, self._admit_steps = chunk_tokens, admit_batch, admit_steps
+        self._step_seconds = step_seconds
+
+        self._runner: Runner | None = None
+        self._stops: StopStrings | None = None
+        self._policy = SlotPolicy(slots)
+        self._open: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._batch: DecodeBatch | None = None  # None: who decodes has changed
+        self._arrivals = 0
+        self._steps_waited = 0
+        self._unclaimed: list[tuple[int, Admission]] = []
+
+        self._version = NO_VERSION
+        self._epoch = 0
+        self._resumed = 0
+        self._mode = PauseMode.ABORT
+        self._paused = False
+        self._loading = False
+        self._ending: list[Sequence] = []
+        self.stale_controls = 0
+        """Pauses and resumes that came too late and were ignored."""
+
+        self._server: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._dead: EngineDead | None = None
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._call_started = math.inf
+
+        self._prefill_tokens = self._cached_tokens = self._decode_tokens = 0
+        self._prefill_seconds = self._decode_seconds = self._load_seconds = 0.0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the model. Raises `UserError` if the folder holds none that this engine can run."""
+        assert self._server is None, "started twice"
+
+        def opened() -> tuple[Runner, StopStrings | None]:
+            config = open_config(self._path, self._max_tokens)
+            runner = Runner(
+                open_model(self._path, config, self._dtype, self._device), self._slots, self._max_tokens, self._device
+            )
+            check_runner(self._path, runner, self._dtype)
+            tokenizer = self._tokenizer if self._tokenizer is not None else open_tokenizer(self._path)
+            return runner, None if tokenizer is None else StopStrings(tokenizer, runner.vocabulary)
+
+        self._runner, self._stops = await self._compute.run(opened, 0.0)
+        self._server = asyncio.get_running_loop().create_task(self._serve(), name="embedded-engine")
+
+    async def stop(self) -> None:
+        """End the engine; open requests raise `EngineDead`."""
+        self._die(EngineDead("the engine was stopped"))
+        if self._server is not None:
+            self._server.cancel()
+            await asyncio.wait([self._server])
+
+    def _die(self, error: EngineDead) -> None:
+        if self._dead is not None:
+            return
+        self._dead = error
+        self._cancel_watchdog()
+        for sequence in self._open.values():
+            sequence.out.fail(self._death())
+        self._open.clear()
+        self._waiting.clear()
+        self._idle.set()  # whoever waits in `pause` finds the engine dead
+
+    def _death(self) -> EngineDead:
+        """One exception for each who hears of it: a shared one would collect everybody's traceback."""
+        error = EngineDead(str(self._dead))
+        error.__cause__ = self._dead.__cause__ if self._dead is not None else None
+        return error
+
+    def _check(self) -> Runner:
+        if self._dead is not None:
+            raise self._death()
+        if self._runner is None:
+            raise RuntimeError("the engine was used before `start` had returned")
+        return self._runner
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Chunks of one action. Raises `UserError` for a request that cannot be served and `EngineDead`."""
+        await self._prepare(request)
+        sequence = self._submit(request)
+        try:
+            while True:
+                chunk = await sequence.out.get()
+                yield chunk
+                if chunk.finish is not None:
+                    return
+        finally:
+            self._release(sequence)
+
+    async def _prepare(self, request: GenerateRequest) -> None:
+        """Refuse what cannot be served, and sift the vocabulary for stop strings not seen before."""
+        runner = self._check()
+        n = len(request.tokens)
+        if n == 0 or request.max_tokens < 1:
+            raise UserError(
+                f"Request {request.id} has {n} tokens and max_tokens = {request.max_tokens}: both must be at least 1."
+            )
+        if n + request.max_tokens > self._max_tokens:
+            raise UserError(
+                f"Request {request.id} has {n} tokens of context and may sample {request.max_tokens} more, but a slot holds "
+                f"{self._max_tokens}: raise rollout.max_tokens, or ask for fewer."
+            )
+        if min(request.tokens) < 0 or max(request.tokens) >= runner.vocabulary:
+            raise UserError(f"Request {request.id} has token ids outside of the model's vocabulary of {runner.vocabulary}.")
+        if not request.temperature >= 0.0 or math.isinf(request.temperature):
+            raise UserError(f"Request {request.id} has temperature {request.temperature}: it must be a number of at least 0.")
+        strings = request.stop_strings
+        if strings:
+            if self._stops is None:
+                raise UserError(
+                    f"Request {request.id} has stop strings, but {self._path} has no tokenizer: add one, or use stop tokens."
+                )
+            if not all(strings):
+                raise UserError(f"Request {request.id} has an empty stop string: leave it out.")
+            stops = self._stops
+            if stops.matcher(strings) is None:
+                await self._compute.run(lambda: stops.prepare(strings), 0.0)
+                self._check()
+
+    def _submit(self, request: GenerateRequest) -> Sequence:
+        if request.id in self._open:
+            raise UserError(f"Request id {request.id} is already in use: give every request an id of its own.")
+        if self._version == NO_VERSION and not self._paused:
+            raise UserError(f"Request {request.id} came before any weights were loaded: load weights first.")
+        stops = self._stops.matcher(request.stop_strings) if self._stops is not None and request.stop_strings else None
+        self._arrivals += 1
+        sequence = Sequence(request, self._arrivals, stops)
+        self._open[request.id] = sequence
+        self._waiting.append(sequence)
+        self._wake.set()
+        return sequence
+
+    def _release(self, sequence: Sequence) -> None:
+        """The consumer is gone."""
+        self._unclaimed.extend((sequence.request.episode, admission) for admission in sequence.untaken())
+        if self._open.get(sequence.request.id) is not sequence:
+            return
+        sequence.finished = FinishReason.ABORTED
+        self._policy.drop(sequence)
+        self._remove(sequence)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.flush(reason)
+        self._policy.park(sequence)
+        self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        del self._open[sequence.request.id]
+        self._batch = None
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    async def abort(self, request_id: str) -> bool:
+        self._check()
+        sequence = self._open.get(request_id)
+        if sequence is None:
+            return False
+        self._end(sequence, FinishReason.ABORTED)
+        return True
+
+    def forget(self, episode: int) -> None:
+        self._policy.forget(episode)
+
+    def unclaimed(self) -> list[tuple[int, Admission]]:
+        """(episode, admission) of requests whose consumer left before it took them, since the last call: with these, the
+        admissions of all chunks add up to `counts().prefill_tokens`."""
+        result, self._unclaimed = self._unclaimed, []
+        return result
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode, epoch: int) -> None:
+        """A second pause of the same epoch only waits; one of a later epoch may turn FREEZE into ABORT. The wait is as long as
+        the step being computed (at most `step_seconds`)."""
+        self._check()
+        if epoch < self._epoch or epoch <= self._resumed:
+            self.stale_controls += 1
+            return
+        if epoch > self._epoch:
+            self._epoch, self._mode, self._paused = epoch, mode, True
+            if mode == PauseMode.ABORT:
+                self._ending = list(self._open.values())
+            self._idle.clear()
+            self._wake.set()
+        await self._idle.wait()
+        self._check()
+
+    async def resume(self, epoch: int) -> None:
+        self._check()
+        if epoch < self._epoch or epoch <= self._resumed:
+            self.stale_controls += 1
+            return
+        assert not self._loading, "resumed while weights were being loaded"
+        self._epoch = self._resumed = epoch
+        self._paused = False
+        if self._version == NO_VERSION:
+            for sequence in list(self._open.values()):
+                sequence.out.fail(
+                    UserError(f"Request {sequence.request.id} came before any weights were loaded: load weights first.")
+                )
+        self._wake.set()
+
+    async def load(self, version: int, weights: StagedWeights) -> None:
+        runner = self._check()
+        assert self._paused and self._idle.is_set() and not self._loading, "weights are loaded while the engine is paused"
+        if version < 0 or version < self._version:
+            raise ValueError(
+                f"Weights of version {version} come after those of version {self._version}: version ids are never reused."
+            )
+        self._loading = True
+        try:
+            started = now()
+            bindings = await self._call(lambda: bind(runner.model, weights), 0.0)
+            try:
+                await self._call(lambda: runner.load(version, bindings), 0.0)
+            except Exception as error:
+                dead = EngineDead(f"loading version {version} failed half way: {error}")
+                dead.__cause__ = error
+                self._die(dead)
+                raise self._death() from error
+        finally:
+            self._loading = False
+            self._cancel_watchdog()
+        self._load_seconds += now() - started
+        if version != self._version:
+            self._version = version
+            self._policy.loaded(kept=self._mode == PauseMode.FREEZE)
+
+    # --- stepping ---------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        try:
+            while True:
+                if self._paused or self._version == NO_VERSION or not self._open:
+                    self._settle()
+                    await self._wake.wait()
+                    continue
+                self._idle.clear()
+                if self._waiting and self._admission_due():
+                    await self._admit()
+                else:
+                    await self._decode()
+        except asyncio.CancelledError:
+            if self._dead is None:
+                self._die(EngineDead("the engine's task was cancelled"))
+            raise
+        except Exception as error:
+            dead = EngineDead(f"the engine failed: {type(error).__name__}: {error}")
+            dead.__cause__ = error
+            self._die(dead)
+
+    def _settle(self) -> None:
+        """Nothing is being computed. If the engine was paused: hand out everything, and end what is to end."""
+        self._cancel_watchdog()
+        if self._paused:
+            for sequence in self._ending:
+                if sequence.finished is None:
+                    self._end(sequence, FinishReason.PAUSED)
+            self._ending = []
+            for sequence in self._open.values():
+                sequence.flush()
+        self._wake.clear()
+        self._idle.set()
+
+    def _admission_due(self) -> bool:
+        if len(self._waiting) == len(self._open):
+            return True
+        if not self._policy.can_place(min(s.request.priority for s in self._waiting)):
+            return False
+        self._steps_waited += 1
+        return len(self._waiting) >= self._admit_batch or self._steps_waited >= self._admit_steps
+
+    async def _admit(self) -> None:
+        runner = self._check()
+        self._steps_waited = 0
+        plan = self._policy.admit(self._waiting, self._version)
+        assert plan.placements
+        placed = {id(p.sequence) for p in plan.placements}
+        self._waiting = [s for s in self._waiting if id(s) not in placed] + plan.displaced
+        self._batch = None
+        prefilled = sum(len(p.sequence.tokens) - 1 - p.cached for p in plan.placements)
+        self._prefill_tokens += prefilled
+        self._cached_tokens += sum(p.cached for p in plan.placements)
+        if prefilled or any(p.source != p.slot.row for p in plan.placements):
+            started = now()
+            await self._call(lambda: runner.admit(plan.placements), prefilled * self._prefill_cost)
+            self._prefill_seconds += now() - started
+
+    def _rows(self) -> list[Sequence | None]:
+        """Who is in which row, up to the last one that decodes."""
+        rows = [slot.sequence for slot in self._policy.slots]
+        while rows[-1] is None:
+            rows.pop()
+        return rows
+
+    async def _decode(self) -> None:
+        runner, batch = self._check(), self._batch
+        moves: list[tuple[int, int, int]] = []
+        if batch is None:
+            moves = self._policy.compact()
+            batch = self._batch = runner.batch(self._rows())
+        noise = batch.uniform()
+        started = now()
+
+        def step() -> tuple[list[int], list[float], int]:
+            if moves:
+                runner.move(moves)
+            result: tuple[list[int], list[float], int] = runner.decode(batch, noise)
+            return result
+
+        tokens, logprobs, version = await self._call(step, self._decode_cost)
+        self._decode_seconds += now() - started
+        for sequence, token, logprob in zip(batch.rows, tokens, logprobs, strict=True):
+            if sequence is None or sequence.finished is not None:
+                continue
+            if not math.isfinite(logprob):
+                raise FloatingPointError(f"the weights of version {version} give log-probabilities that are no numbers")
+            self._decode_tokens += 1
+            reason = sequence.append(token, logprob, version)
+            if reason is not None:
+                self._end(sequence, reason)
+            elif sequence.pending >= self._chunk_tokens:
+                sequence.flush()
+
+    async def _call(self, work: Callable[[], T], cost: float) -> T:
+        """One compute call, under the engine's deadline: past it the engine is dead, as a thread cannot be interrupted."""
+        self._call_started = now()
+        if self._watchdog is None:
+            self._watch()
+        try:
+            return await self._compute.run(work, cost)
+        finally:
+            self._call_started = math.inf
+
+    def _watch(self) -> None:
+        """Armed while the engine works. One timer for many short calls: it looks at when the present one started."""
+        self._watchdog = None
+        loop = asyncio.get_running_loop()
+        if self._call_started == math.inf:
+            return
+        deadline = self._call_started + self._step_seconds
+        if loop.time() < deadline:
+            self._watchdog = loop.call_at(deadline, self._watch)
+            return
+        self._die(EngineDead(f"a compute call took longer than {self._step_seconds:g} s"))
+        if self._server is not None:
+            self._server.cancel()
+
+    def _cancel_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+
+    # --- counts -----------------------------------------------------------------------------------------------------
+
+    def counts(self) -> EngineCounts:
+        return EngineCounts(
+            prefill_tokens=self._prefill_tokens,
+            cached_tokens=self._cached_tokens,
+            decode_tokens=self._decode_tokens,
+            prefill_seconds=self._prefill_seconds,
+            decode_seconds=self._decode_seconds,
+            busy_seconds=self._prefill_seconds + self._decode_seconds + self._load_seconds,
+            running=len(self._open) - len(self._waiting),
+            waiting=len(self._waiting),
+            preemptions=self._policy.preemptions,
+            evictions=self._policy.evictions,
+        )

@@ -1,0 +1,60 @@
+"""Sampling by inverse CDF with one uniform number per token, taken from a counter: the noise of a token depends on the episode's
+seed and the token's number alone, never on the batch it is sampled in, and an interrupted episode goes on with the noise it
+would have had.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014, fig. 14)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def uniforms(seed: int, offset: int, count: int) -> list[float]:
+    """Numbers `offset`, …, `offset + count − 1` of the stream of `seed`, each in (0, 1).
+
+    SplitMix64 by random access: output k from state s is mix(s + (k + 1) · γ). The seed is mixed first, so that the streams of
+    neighbouring seeds do not overlap. 32 bits each, shifted by half a unit: never 0 and never so close to 1 that the product with
+    a total of probabilities would round up to that total.
+    """
+    state = _mix(np.array([seed & _MASK], dtype=np.uint64))
+    counter = np.arange(offset + 1, offset + count + 1, dtype=np.uint64)
+    bits = _mix(state + counter * _GOLDEN) >> np.uint64(32)
+    result: list[float] = ((bits.astype(np.float64) + 0.5) * 2.0**-32).tolist()
+    return result
+
+
+def sample(
+    logits: torch.Tensor, temperature: torch.Tensor | None, greedy: torch.Tensor | None, uniform: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row, and its log-probability under the distribution it was drawn from, softmax(logits / temperature).
+
+    logits       [N, V] float
+    temperature  [N, 1], all > 0 (1 for greedy rows); None if all are 1
+    greedy       [N] bool: take the likeliest token (the lowest id among equals); None if no row is greedy
+    uniform      [N] float64 in (0, 1)
+    Returns tokens [N] int64 and log-probabilities [N], in nats.
+    """
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    if temperature is not None:
+        logits = logits / temperature
+    logprobs = torch.log_softmax(logits, dim=-1)
+    # float64, because over a large vocabulary float32 sums lose the tail
+    cdf = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
+    # the first index whose sum exceeds the target has a probability above 0 by construction
+    tokens = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    if greedy is not None:
+        tokens = torch.where(greedy[:, None], logits.argmax(dim=-1, keepdim=True), tokens)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
