@@ -358,7 +358,7 @@ class EpisodeLoop:
         if len(ids) <= min(most, room - 1):
             return ids
         cut = fit_delta(renderer, observation.messages, min(most, room - config.max_turn_tokens))
-        return cut if cut is not None else ids[:room]
+        return cut if cut is not None else ids[: max(room, 0)]
 
     # --- ends -------------------------------------------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ class NodeShell:
 
     async def stop(self) -> None:
         """End all work at once. Nothing is sent any more; what was not acknowledged is the scheduler's to give out again."""
-        await self._discard_all("stopped")
+        self._silence("stopped")
         await self._tasks.cancel()
         await self._engine.stop()
         self._receiver.close()
@@ -223,17 +223,21 @@ class NodeShell:
         return self._exchange
 
     async def _discard_all(self, reason: str) -> None:
-        """Stop every loop and wait until each has left engine and environment; an update under way says nothing more."""
-        self._updater.stop()
-        if self._outbox is not None:
-            lost = self._outbox.sampled() + sum(loop.unsent for loop in self._running)
-            self._metrics.add("segue_discarded_tokens_total", lost, reason=reason)
-        self._outbox = self._inbox = self._exchange = None
+        """Stop every loop and wait until each has left engine and environment."""
+        self._silence(reason)
         running = list(self._running.items())
         for loop, _ in running:
             loop.drop(reason)
         if running:
             await asyncio.wait([task for _, task in running])
+
+    def _silence(self, reason: str) -> None:
+        """Nothing of this session is sent any more; an update under way completes or not, and says nothing."""
+        self._updater.stop()
+        if self._outbox is not None:
+            lost = self._outbox.sampled() + sum(loop.unsent for loop in self._running)
+            self._metrics.add("segue_discarded_tokens_total", lost, reason=reason)
+        self._outbox = self._inbox = self._exchange = None
 
     # --- orders -----------------------------------------------------------------------------------------------------
 

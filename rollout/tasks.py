@@ -30,8 +30,7 @@ class Tasks:
 
     async def cancel(self) -> None:
         """Cancel what still runs (the caller aside) and wait until it has ended."""
-        others = self.kill()
-        if others:
+        while others := self.kill():  # again for what they start while they end
             await asyncio.wait(others)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
