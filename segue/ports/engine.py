@@ -68,7 +68,8 @@ class Admission(msgspec.Struct, frozen=True):
 
     `context` = `cached` + `prefilled`. `lost` says why KV that this episode had on this engine was gone, as far as the
     engine knows: "" (nothing lost), "preemption", "eviction", "weight_update". `block` of the prefilled tokens are the tail
-    of a cached prefix that did not fill a whole block. Position `context` − 1 (fed to sample the first token) counts as decoded.
+    of a cached prefix that did not fill a whole block. A request of n tokens has a context of n − 1: its last token, fed to
+    sample the first new one, counts as decoded.
     """
 
     context: int
