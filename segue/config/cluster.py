@@ -8,14 +8,20 @@ from segue.config.section import Section
 
 
 class ClusterConfig(Section):
-    """`[cluster]`: ports Segue may use (inclusive), where Ray keeps its files, start-up and stop deadlines."""
+    """`[cluster]`: ports, addresses and deadlines of the processes, and Ray."""
 
     ports: tuple[int, int] = (20000, 20999)
+    """Ports Segue may use, [lo, hi], both included."""
     interface: str = "127.0.0.1"
+    """Address that everything listens on."""
     start_seconds: float = Field(180.0, gt=0.0)
+    """Deadline of the start of all processes."""
     stop_seconds: float = Field(15.0, gt=0.0)
+    """Deadline of their stop; then they are killed."""
     silence_seconds: float = Field(30.0, gt=0.0)
+    """A process that does not answer for this long ends the run with a sentence."""
     object_store_bytes: int = Field(100 << 20, ge=80 << 20)
+    """Ray's object store."""
 
     @field_validator("ports")
     @classmethod
@@ -30,6 +36,10 @@ class SerialConfig(Section):
     """`[serial]`: logical seconds that work takes in serial mode (they shape the interleaving, not the speed)."""
 
     decode_seconds: float = Field(0.01, gt=0.0)
+    """One decoding step of the engine."""
     prefill_seconds_per_token: float = Field(0.0001, gt=0.0)
+    """Computing one context token."""
     learner_step_seconds: float = Field(1.0, gt=0.0)
+    """One learner step."""
     transfer_seconds: float = Field(0.05, gt=0.0)
+    """One weight transfer."""

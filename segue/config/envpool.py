@@ -15,11 +15,20 @@ class EnvPoolConfig(Section):
     """
 
     pools: int = Field(1, ge=1)
+    """Env pools, one per machine."""
     workers: int = Field(4, ge=1)
+    """Worker processes per pool."""
     instances: int = Field(32, ge=1)
+    """Environment instances per worker; 1 isolates them."""
     create_seconds: float = Field(30.0, gt=0.0)
+    """Deadline of building an environment."""
     reset_seconds: float = Field(30.0, gt=0.0)
+    """Deadline of a reset or restore."""
     step_seconds: float = Field(30.0, gt=0.0)
+    """Deadline of a step."""
     close_seconds: float = Field(5.0, gt=0.0)
+    """Deadline of a close."""
     snapshot_bytes: int = Field(256 << 10, ge=0)
+    """Larger snapshots are not sent along; the environment is rebuilt by replay."""
     respawns_per_minute: int = Field(60, ge=1)
+    """The pool gives up when more workers than this die."""

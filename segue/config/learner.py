@@ -10,73 +10,107 @@ from segue.config.section import Section
 
 
 class ModelConfig(Section):
-    """`[model]`: a Hugging Face folder or name, or "" for the model that `[warmstart]` makes."""
+    """`[model]`: what is trained: a model on disk, or the one that `[warmstart]` makes."""
 
     path: str = ""
+    """A Hugging Face folder or name; \"\" for the model that `[warmstart]` makes."""
 
 
 class WarmstartConfig(Section):
     """`[warmstart]`: a small model and tokenizer made for the task, distilled from its scripted teacher; cached by content."""
 
     hidden_size: int = Field(192, ge=32)
+    """Width of the model."""
     layers: int = Field(4, ge=1)
+    """Decoder layers."""
     heads: int = Field(6, ge=1)
+    """Attention heads; they must divide the width."""
     intermediate_size: int = Field(512, ge=32)
+    """Width inside the MLP."""
     steps: int = Field(400, ge=1)
+    """Distillation steps."""
     batch: int = Field(64, ge=1)
+    """Demonstrations per step."""
     lr: float = Field(1e-3, gt=0.0)
+    """Learning rate of the distillation."""
     good_share: float = Field(0.4, ge=0.0, le=1.0)
+    """Share of demonstrations that do the whole task; the rest guess too early."""
     threads: int = Field(2, ge=1)
+    """torch threads while distilling."""
     seed: int = 0
+    """Of initial weights and demonstrations."""
 
 
 class LearnerConfig(Section):
-    """`[learner]`: estimator, loss, correction (reference names of docs/algorithms.md), optimizer, ranks.
-
-    `correction`: "decoupled" (importance weight exp(p − b) on a PPO loss anchored on p), "tis" (that weight, at most
-    `weight_cap`), "none" (a PPO loss anchored on the behaviour policy, whose ratio is the correction; no weight beside it).
-    `proximal`: "recompute" (an extra forward when a batch takes several optimizer steps), "loglinear" (no extra forward).
-    `mask_outcomes`: trajectories that ended so are in neither loss nor baseline (their return says too little); counted.
-    """
+    """`[learner]`: estimator, loss, correction (reference names of docs/algorithms.md), optimizer, ranks."""
 
     ranks: int = Field(1, ge=1)
+    """Learner ranks, a process each; they shard the model."""
     threads: int = Field(1, ge=1)
+    """torch threads per rank."""
     gpus: float = Field(0.0, ge=0.0)
+    """GPUs per rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward pass; optimizer state is float32."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Estimator: grpo, dr_grpo or rloo."""
     aggregation: Literal["token", "trajectory", "constant"] = "trajectory"
+    """Mean per `token`, per `trajectory`, or divided by a `constant` length."""
     constant_length: int = Field(0, ge=0)
+    """The divisor of aggregation = "constant": the most action tokens you expect."""
     clip_low: float = Field(0.2, gt=0.0, lt=1.0)
+    """ε below 1 of the PPO ratio."""
     clip_high: float = Field(0.28, gt=0.0)
+    """ε above 1 of the PPO ratio (clip-higher)."""
     correction: Literal["decoupled", "tis", "none"] = "decoupled"
+    """For off-policy tokens: `decoupled` (importance weight exp(p − b) on a PPO loss anchored on p), `tis` (that weight, at most
+    `weight_cap`), `none` (a PPO loss anchored on the behaviour policy, whose ratio is the correction; no weight beside it)."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
+    """p of a batch with several optimizer steps: `recompute` (an extra forward pass) or `loglinear` (none)."""
     weight_cap: float = Field(2.0, gt=0.0)
+    """Greatest importance weight of correction = `tis`."""
     mask_outcomes: tuple[Literal["truncated_turns", "truncated_tokens", "truncated_wall", "truncated_env"], ...] = (
         "truncated_tokens",
         "truncated_wall",
     )
+    """Trajectories that ended so are in neither loss nor baseline (their return says too little), and counted."""
     minibatches: int = Field(1, ge=1)
+    """Optimizer steps per batch."""
     lr: float = Field(3e-4, gt=0.0)
+    """Learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or falling to 0 over `steps`."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises."""
     weight_decay: float = Field(0.0, ge=0.0)
+    """Of matrices; vectors do not decay."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's β₁ and β₂."""
     max_grad_norm: float = Field(1.0, gt=0.0)
+    """The gradient is scaled down to this norm."""
     pack_tokens: int = Field(4096, ge=64)
+    """Tokens of one forward pass; trajectories are packed up to it."""
     logprob_chunk_tokens: int = Field(1024, ge=16)
+    """Tokens whose logits are held at once."""
     batch_wait_seconds: float = Field(300.0, gt=0.0)
+    """A learner that gets no batch for this long ends the run with a sentence."""
 
 
 class CheckpointConfig(Section):
-    """`[checkpoint]`: written every `every` steps (0: only at the end and on Ctrl-C); the newest `keep` are kept."""
+    """`[checkpoint]`: when the state of a run is saved, and how much is kept."""
 
     every: int = Field(10, ge=0)
+    """Steps between checkpoints; 0: only at the end and on Ctrl-C."""
     keep: int = Field(2, ge=1)
+    """Newest checkpoints kept."""
 
 
 class WeightSyncConfig(Section):
-    """`[weightsync]`: torch.distributed backend of the broadcast group, bucket size, deadline of one transfer."""
+    """`[weightsync]`: how weights travel from the learner to the nodes."""
 
     backend: Literal["nccl", "gloo"] = "gloo"
+    """torch.distributed backend of the broadcast group."""
     bucket_bytes: int = Field(512 << 20, ge=1024)
+    """Weights are sent in buckets of about this size."""
     deadline_seconds: float = Field(30.0, gt=0.0)
+    """A transfer that takes longer is abandoned and repeated with those that answered."""

@@ -10,26 +10,37 @@ from segue.config.section import Section
 
 
 class RolloutConfig(Section):
-    """`[rollout]`: nodes, their engine, and the budgets of an episode.
-
-    `slots` are sequences decoded at once; `max_episodes` are episode loops per node, those waiting for an environment included.
-    `max_tokens` bounds the whole context of an episode, `max_turn_tokens` one action. An observation of more than
-    `max_observation_tokens` (0: what the context leaves) is cut and says so. `slice_tokens` (0: none) bounds a lease.
-    """
+    """`[rollout]`: nodes, their engine, and the budgets of an episode."""
 
     nodes: int = Field(2, ge=1)
+    """Rollout nodes, a process each."""
     engine: Literal["embedded", "vllm"] = "embedded"
+    """`embedded` (torch, in the node) or `vllm`."""
     engine_args: dict[str, Any] = {}
+    """Arguments of the engine."""
     slots: int = Field(32, ge=1)
+    """Sequences decoded at once."""
     max_episodes: int = Field(48, ge=1)
+    """Episode loops per node, those waiting for an environment included."""
     threads: int = Field(1, ge=1)
+    """torch threads per node."""
     gpus: float = Field(0.0, ge=0.0)
+    """GPUs per node."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights in the engine."""
     temperature: float = Field(1.0, gt=0.0)
+    """Of sampling for training."""
     max_turns: int = Field(8, ge=1)
+    """Turns of an episode; one that has not ended after them is truncated."""
     max_tokens: int = Field(512, ge=8)
+    """Tokens of an episode's whole context."""
     max_turn_tokens: int = Field(64, ge=1)
+    """Tokens of one action."""
     max_observation_tokens: int = Field(0, ge=0)
+    """A longer observation is cut and says so; 0 means what the context leaves."""
     wall_seconds: float = Field(300.0, gt=0.0)
+    """Wall time of an episode, pauses not counted."""
     slice_tokens: int = Field(0, ge=0)
+    """Tokens of one lease, after which an episode may be parked; 0 for no limit."""
     keep_trajectories: int = Field(32, ge=0)
+    """Newest trajectories kept for reading, per node."""

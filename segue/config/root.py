@@ -32,11 +32,14 @@ from segue.errors import UserError
 
 
 class Config(Section):
-    """A run. `steps` is how many batches are trained in all."""
+    """A run: the keys outside all tables, and one table per role or subject."""
 
     mode: Literal["async", "one_step_off", "sync"] = "async"
+    """How far generation may run ahead: `async` up to `staleness.max_age`, `one_step_off` 1 step (whole episodes), `sync` 0."""
     steps: int = Field(ge=1)
+    """Batches trained in all."""
     seed: int = 0
+    """Of everything random: tasks, sampling, shuffling, initial weights."""
     task: TaskConfig
     model: ModelConfig = ModelConfig()
     warmstart: WarmstartConfig | None = None
@@ -90,6 +93,10 @@ def parse_overrides(overrides: list[str]) -> dict[str, Any]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise UserError(f"--set {item} goes into {part}, which another --set made a value: leave one of the two out.")
+        if isinstance(node.get(last), dict):
+            raise UserError(
+                f"--set {item} gives {key.strip()} a value, but another --set goes into it: leave one of the two out."
+            )
         node[last] = value
     return result
 
@@ -117,11 +124,21 @@ def _sentence(error: ValidationError, where: str) -> str:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"{where} has an unknown key {key} = {first['input']!r}: {_nearest(key)}."
+        what = f"table {key}" if isinstance(first["input"], dict) else f"key {key} = {first['input']!r}"
+        return f"{where} has an unknown {what}: {_nearest(key)}."
     if first["type"] == "missing":
         return f"{where} lacks the key {key}: add it."
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return f"{where} sets {key} = {first['input']!r}, which must be {message.removeprefix('must be ')}: change it."
+    value = "" if isinstance(first["input"], dict) else f" = {first['input']!r}"
+    return f"{where} sets {key}{value}, which {_requirement(first['msg'])}: change it."
+
+
+def _requirement(message: str) -> str:
+    """pydantic's message as the end of a sentence."""
+    if message.startswith("Input should be a valid dictionary or instance of"):
+        return "must be a table"
+    if message.startswith("Tuple should have"):
+        return message.removeprefix("Tuple ").replace(" after validation", "")
+    return "must be " + message.removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("must be ")
 
 
 def _nearest(key: str) -> str:
@@ -152,7 +169,7 @@ def _resolved(config: Config) -> Config:
         update["data"] = config.data.model_copy(update={"prefetch": 0 if age == 0 else 1})
     if config.queue.groups == 0:
         update["queue"] = config.queue.model_copy(update={"groups": (age + 1) * config.batch.groups})
-    if config.group.min_valid == 0:
+    if config.group.min_valid != config.group.needed:
         update["group"] = config.group.model_copy(update={"min_valid": config.group.needed})
     return config.model_copy(update=update)
 

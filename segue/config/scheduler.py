@@ -10,19 +10,25 @@ from segue.config.section import Section
 
 
 class TaskConfig(Section):
-    """`[task]`: which environment suite the tasks come from. `args` go to the suite unread."""
+    """`[task]`: which environment suite the tasks come from."""
 
     env: str
+    """Environment suite: `search_qa`, `latency`, or the name of an installed one."""
     train_tasks: int = Field(1024, ge=1)
+    """Tasks to train on; the stream starts over after them."""
     args: dict[str, Any] = {}
+    """Arguments of the suite."""
 
 
 class GroupConfig(Section):
-    """`[group]`: G episodes of one task. `min_valid` members must be valid for a group to ship (default ⌈G/2⌉, never under 2)."""
+    """`[group]`: the episodes of one task, over which the baseline is taken."""
 
     size: int = Field(8, ge=1)
+    """G, episodes of one task."""
     min_valid: int = Field(0, ge=0)
+    """Members that must be valid for a group to ship; 0 means ⌈G/2⌉, and it is never under 2 (1 with G = 1)."""
     filter_zero_variance: bool = False
+    """Drop groups whose returns are all equal, instead of counting them in the batch with advantage 0."""
 
     @property
     def needed(self) -> int:
@@ -33,57 +39,79 @@ class GroupConfig(Section):
 
 
 class BatchConfig(Section):
-    """`[batch]`: B groups make a batch."""
+    """`[batch]`: what one learner step trains."""
 
     groups: int = Field(16, ge=1)
+    """B, groups in a batch."""
 
 
 class StalenessConfig(Section):
-    """`[staleness]`: no token is trained at an age above `max_age`; `over_age` says what happens to those that would be."""
+    """`[staleness]`: how old a token may be when it is trained."""
 
     max_age: int = Field(4, ge=0)
+    """η: no token is trained at a greater age, in steps. `mode` sets it to 0 (sync) or 1 (one_step_off)."""
     over_age: Literal["mask", "drop", "train"] = "mask"
+    """Tokens over age: `mask` keeps them out of the loss, `drop` drops their episode, `train` waives the bound."""
 
 
 class UpdateConfig(Section):
-    """`[update]`: how new weights reach the rollout nodes. `rolling` is the share of nodes that update at a time."""
+    """`[update]`: how new weights reach the rollout nodes."""
 
     inflight: Literal["recompute", "keep", "turn", "episode"] = "recompute"
+    """Requests in flight when new weights come: `recompute` their KV, `keep` it, let `turn`s or whole `episode`s finish first."""
     rolling: float = Field(1.0, gt=0.0, le=1.0)
+    """Share of the nodes that update at a time."""
     drain_seconds: float = Field(10.0, gt=0.0)
+    """How long `turn` and `episode` wait before what is left is interrupted."""
     deadline_seconds: float = Field(60.0, gt=0.0)
+    """A node that has not loaded by then is fenced out."""
 
 
 class QueueConfig(Section):
-    """`[queue]`: bounds of the trajectory queue. 0 groups means (max_age + 1) · B; bytes beyond `bytes` spill to disk."""
+    """`[queue]`: bounds of the trajectory queue."""
 
     groups: int = Field(0, ge=0)
+    """Groups the trajectory queue may hold; 0 means (max_age + 1) · B, and fewer are refused."""
     bytes: int = Field(256 << 20, ge=1)
+    """Bytes it may hold in memory; what is beyond goes to the run directory."""
 
 
 class DataConfig(Section):
-    """`[data]`: `prefetch` batches are formed ahead of training (default 1; 0 when max_age is 0)."""
+    """`[data]`: the task stream and the batches ahead."""
 
     prefetch: int | None = Field(None, ge=0)
+    """Batches formed ahead of training; left out: 1, or 0 when max_age is 0."""
     shuffle: bool = True
+    """Shuffle the training tasks, differently each time round."""
 
 
 class SchedulerConfig(Section):
     """`[scheduler]`: leases, retries per failure class, message load."""
 
     lease_seconds: float = Field(15.0, gt=0.0)
+    """A lease ends this long after the last exchange with its node."""
     messages_per_second: float = Field(500.0, gt=0.0)
+    """Messages of all nodes together; with more nodes each flushes more rarely."""
     retries_infra: int = Field(3, ge=0)
+    """Further attempts of an episode whose node, engine or connection failed."""
     retries_env: int = Field(2, ge=0)
+    """Further attempts of an episode whose environment failed."""
     retries_data: int = Field(0, ge=0)
+    """Further attempts of an episode whose task data or scorer failed."""
     max_quarantined: int = Field(16, ge=1)
+    """The run ends when more tasks than this have been set aside because they keep failing."""
 
 
 class EvalConfig(Section):
-    """`[eval]`: held-out tasks, one episode each, before and after training. Temperature 0 is greedy."""
+    """`[eval]`: held-out tasks, run as episodes of their own on the rollout nodes."""
 
     tasks: int = Field(256, ge=0)
+    """Held-out tasks, one episode each; 0 for no evaluation."""
     temperature: float = Field(0.0, ge=0.0)
+    """0 is greedy."""
     before: bool = True
+    """Evaluate before training."""
     after: bool = True
+    """Evaluate after training."""
     deadline_seconds: float = Field(600.0, gt=0.0)
+    """An evaluation that takes longer ends the run with a sentence."""
