@@ -1,0 +1,119 @@
+"""Attempts that failed: another one, or the end of the episode; and tasks that keep failing.
+
+Failures are typed. `infra`: the machinery; `env`: the environment; `data`: the task or its scorer. Each class has its own
+budget of retries per episode. A group that fails because of its task's environment or data sets the task aside (quarantine);
+one that failed by machinery alone is issued again, a few times.
+"""
+
+from __future__ import annotations
+
+from scheduler.core.commands import Fatal, Forget, Warn
+from scheduler.core.episodes import Episode, Group
+from scheduler.core.groups import Groups
+from scheduler.core.leases import Leases
+from scheduler.core.tables import Tables
+from segue.episode import DropReason, FailureClass, Purpose, State, Task
+
+REISSUES = 2
+"""How often a task whose group was lost to the machinery is issued again before it is set aside like one that fails by itself."""
+MOVES = ("node_lost", "fenced")
+LEASED, PENDING = State.LEASED, State.PENDING
+
+
+class Failures:
+    """Retries, quarantine, and starting from scratch as the last resort."""
+
+    def __init__(self, tables: Tables, leases: Leases, groups: Groups, task_count: int) -> None:
+        retries = tables.config.scheduler
+        self._t = tables
+        self._leases = leases
+        self._groups = groups
+        self._budget = {
+            FailureClass.INFRA: retries.retries_infra,
+            FailureClass.ENV: retries.retries_env,
+            FailureClass.DATA: retries.retries_data,
+        }
+        self._max_quarantined = retries.max_quarantined
+        self.task_count = task_count
+        self.quarantined: dict[str, str] = {}
+        self.strikes: dict[str, int] = {}
+
+    def attempt_failed(self, episode: Episode, failure: FailureClass, reason: str, now: float) -> bool:
+        """The current attempt is over. True if there will be another; else the episode has failed for good."""
+        assert episode.state is LEASED
+        t = self._t
+        episode.seconds += max(0.0, episode.progress_at - episode.leased_at)
+        self._leases.release(episode)
+        t.tally.count("attempts_failed", failure.value, reason)
+        if episode.failures is None:
+            episode.failures = dict.fromkeys(FailureClass, 0)
+        episode.failures[failure] += 1
+        used = episode.failures[failure]
+        if used > self._budget[failure]:
+            t.episodes.fail(episode, failure)
+            t.out.append(Forget(episode.id))
+            self._episode_failed(episode, failure, reason, now)
+            return False
+        t.tally.count("retries", failure.value)
+        if failure is FailureClass.ENV and used == self._budget[failure] and episode.lease_seq == episode.next_seq > 0:
+            # The last retry, and the attempt did not get past the restore: its saved state may be what is broken.
+            self._from_scratch(episode, reason)
+        episode.left = reason if reason in MOVES else "failed"
+        t.episodes.move(episode, PENDING)
+        t.waiting.push(episode)
+        t.unplaced.append(episode)
+        return True
+
+    def _from_scratch(self, episode: Episode, reason: str) -> None:
+        """Discard the log: short episodes survive this more often than long ones, so it is the last resort and counted."""
+        t = self._t
+        t.tally.count("regenerated", reason)
+        t.tally.count("tokens_discarded", by=episode.sampled)
+        t.out.append(Forget(episode.id))
+        episode.next_seq = episode.lease_seq = 0
+        episode.turn = -1
+        episode.reward = 0.0
+        episode.seconds = 0.0
+        episode.versions, episode.counts = [], []
+
+    def _episode_failed(self, episode: Episode, failure: FailureClass, reason: str, now: float) -> None:
+        group = episode.group
+        if group.purpose is not Purpose.TRAIN:
+            return
+        if failure is not FailureClass.INFRA:
+            group.env_failures += 1
+        self._groups.member_gone(episode, DropReason.GROUP_FAILED, now)
+        if not group.open:
+            self._group_failed(group, failure, reason)
+
+    def _group_failed(self, group: Group, failure: FailureClass, reason: str) -> None:
+        """Too few members are left: the task goes to the back of the line, or aside."""
+        task = group.task
+        if not group.env_failures:
+            strikes = self.strikes.get(task.id, 0) + 1
+            self.strikes[task.id] = strikes
+            if strikes <= REISSUES:
+                self._t.tally.count("tasks_reissued")
+                self._groups.again.append(task)
+                self._t.room = True
+                return
+        self._quarantine(task, f"{failure.value}: {reason}")
+
+    def _quarantine(self, task: Task, why: str) -> None:
+        t = self._t
+        if task.id in self.quarantined:
+            return
+        self.quarantined[task.id] = why
+        t.tally.count("tasks_quarantined", task.env)
+        t.out.append(Warn(f"Task {task.id} failed on every attempt ({why}) and is set aside."))
+        if len(self.quarantined) >= self.task_count:
+            t.out.append(Fatal("scheduler", f"All {self.task_count} tasks failed on every attempt, the last with {why}."))
+        elif len(self.quarantined) > self._max_quarantined:
+            names = ", ".join(list(self.quarantined)[:3])
+            t.out.append(
+                Fatal(
+                    "scheduler",
+                    f"{len(self.quarantined)} tasks failed on every attempt ({names}, …; the last with {why}): look into the "
+                    "environment's log, or raise scheduler.max_quarantined.",
+                )
+            )

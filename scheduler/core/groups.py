@@ -1,0 +1,184 @@
+"""Groups: opened with all their members, complete when every member ended, and then either ready for a batch or dropped.
+
+A group ships with at least `group.min_valid` finished members. As soon as it cannot reach that any more it is dropped, so
+that its place is free at once. `extra` members beyond G (redundancy, none yet) would be dropped as `redundant` once G have
+finished.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+
+from scheduler.core.commands import Forget, Warn
+from scheduler.core.episodes import Episode, Group
+from scheduler.core.leases import Leases
+from scheduler.core.tables import Tables
+from segue.episode import DropReason, Purpose, State, Task
+
+SAME_REWARD = 1e-8
+"""Rewards of a group that differ by less have no spread (docs/algorithms.md §2)."""
+WARN_FILTERED = 100
+"""So many filtered groups in a row, and then each time twice as many, are worth a warning."""
+LEASED, ASSEMBLING, QUEUED = State.LEASED, State.ASSEMBLING, State.QUEUED
+
+
+class Groups:
+    """All groups that are not in a batch yet. `live` counts them for admission."""
+
+    def __init__(self, tables: Tables, leases: Leases, extra: int = 0) -> None:
+        config = tables.config
+        self._t = tables
+        self._leases = leases
+        self._size = config.group.size
+        self._extra = extra
+        self._min_valid = config.group.needed
+        self._filter = config.group.filter_zero_variance
+        self._batch = config.batch.groups
+        self._temperature = config.rollout.temperature
+        self._nearly = max(1, self._size // 4)
+        self.next_id = 0
+        self.live: dict[int, Group] = {}
+        self.ready: list[tuple[int, Group]] = []
+        self.again: deque[Task] = deque()
+        self._filtered_in_a_row = 0
+        self._warn_at = WARN_FILTERED
+
+    def open(self, task: Task, floor: int, now: float) -> Group:
+        """Admit G (+ extra) episodes of a task."""
+        group = Group(self._new_id(), task, self._size, Purpose.TRAIN, floor, self._temperature, now)
+        episodes = self._t.episodes
+        group.members = [episodes.admit(group, member) for member in range(self._size + self._extra)]
+        group.running = len(group.members)
+        self.live[group.id] = group
+        self._t.meter.operations += 1
+        self._t.tally.count("admitted", task.env, by=group.running)
+        return group
+
+    def open_eval(self, task: Task, run: str, floor: int, temperature: float, now: float) -> Group:
+        """One evaluation episode; it is not among the live groups, and runs before training episodes."""
+        group = Group(self._new_id(), task, 1, Purpose.EVAL, floor, temperature, now)
+        group.rank = group.id - (1 << 30)
+        group.run = run
+        group.members = [self._t.episodes.admit(group, 0)]
+        group.running = 1
+        return group
+
+    def _new_id(self) -> int:
+        self.next_id += 1
+        return self.next_id - 1
+
+    # --- members ending -------------------------------------------------------------------------------------------------
+
+    def member_finished(self, episode: Episode, now: float) -> None:
+        """The episode, released and with its `finish` set, waits for its group."""
+        group = episode.group
+        self._t.episodes.move(episode, ASSEMBLING)
+        group.running -= 1
+        group.valid += 1
+        self._settle(group, DropReason.GROUP_FAILED, now)
+
+    def member_gone(self, episode: Episode, reason: DropReason, now: float) -> None:
+        """The episode failed for good or was dropped; if the group falls with it, the others are dropped for `reason`."""
+        group = episode.group
+        if episode.finish is None:
+            group.running -= 1
+        else:
+            group.valid -= 1
+        if group.open:
+            self._settle(group, reason, now)
+
+    def drop_member(self, episode: Episode, reason: DropReason, now: float) -> None:
+        """End one episode of a group, wherever it is; the others go on if they can make a group without it."""
+        self._end(episode, reason)
+        self.member_gone(episode, reason, now)
+
+    def _settle(self, group: Group, reason: DropReason, now: float) -> None:
+        if group.valid >= group.size and group.running:
+            for member in [m for m in group.members if m.finish is None and m.state in (LEASED, *_WAITING)]:
+                group.running -= 1
+                self._end(member, DropReason.REDUNDANT)
+        if group.valid + group.running < self._min_valid:
+            self.drop(group, reason)
+        elif group.complete:
+            pass
+        elif not group.running:
+            self._complete(group, now)
+        elif group.running <= self._nearly and group.valid and group.rank == group.id:
+            # Nearly finished: as urgent as the groups one batch older, so that its last members are not left behind.
+            group.rank = group.id - self._batch
+            for member in group.members:
+                if member.stamp:
+                    self._t.waiting.push(member)
+
+    def _complete(self, group: Group, now: float) -> None:
+        t = self._t
+        group.complete = True
+        finished = [m.finish for m in group.members if m.state is ASSEMBLING and m.finish is not None]
+        env = group.task.env
+        t.tally.count("groups_finished", env)
+        if len(finished) > 1:
+            t.observations.append(("segue_group_completion_cv", env, _spread([f.seconds for f in finished])))
+        rewards = [f.reward for f in finished]
+        if max(rewards) - min(rewards) < SAME_REWARD:
+            t.tally.count("groups_zero_variance", env)
+            if self._filter:
+                self._count_filtered()
+                self.drop(group, DropReason.ZERO_VARIANCE)
+                return
+        self._filtered_in_a_row, self._warn_at = 0, WARN_FILTERED
+        for member in group.members:
+            if member.state is ASSEMBLING:
+                t.episodes.move(member, QUEUED)
+        group.queued_at = now
+        heapq.heappush(self.ready, (group.id, group))
+        t.meter.operations += 1 + len(self.ready).bit_length()
+
+    def _count_filtered(self) -> None:
+        self._filtered_in_a_row += 1
+        if self._filtered_in_a_row >= self._warn_at:
+            self._warn_at *= 2
+            self._t.out.append(
+                Warn(
+                    f"{self._filtered_in_a_row} groups in a row were dropped because all their rewards are equal: "
+                    "check the task's difficulty or set group.filter_zero_variance = false."
+                )
+            )
+
+    # --- groups ending --------------------------------------------------------------------------------------------------
+
+    def drop(self, group: Group, reason: DropReason) -> None:
+        """End the group and all its members that have not ended; its place in admission is free at once."""
+        for member in group.members:
+            if member.state not in _OVER:
+                self._end(member, reason)
+        self._t.tally.count("groups_dropped", reason.value)
+        group.members = []
+        self.leave(group)
+
+    def leave(self, group: Group) -> None:
+        """The group is over, or in a batch: it no longer counts as live."""
+        group.open = False
+        self.live.pop(group.id, None)
+        self._t.meter.operations += 1
+        self._t.room = True
+
+    def _end(self, member: Episode, reason: DropReason) -> None:
+        if member.state is LEASED:
+            self._leases.withdraw(member, reason.value)
+        self._t.waiting.remove(member)
+        self._t.episodes.drop(member, reason)
+        self._t.out.append(Forget(member.id))
+
+
+_OVER = (State.DROPPED, State.FAILED, State.TRAINED)
+_WAITING = (State.PENDING, State.PARKED)
+
+
+def _spread(values: list[float]) -> float:
+    """Coefficient of variation: standard deviation over mean; 0 for values that are all 0."""
+    mean = sum(values) / len(values)
+    if mean <= 0.0:
+        return 0.0
+    return math.sqrt(sum((v - mean) ** 2 for v in values) / len(values)) / mean
