@@ -126,6 +126,8 @@ def _sentence(error: ValidationError, where: str) -> str:
     if first["type"] == "extra_forbidden":
         what = f"table {key}" if isinstance(first["input"], dict) else f"key {key} = {first['input']!r}"
         return f"{where} has an unknown {what}: {_nearest(key)}."
+    if first["type"] == "missing" and isinstance(first["loc"][-1], int):
+        return f"{where} gives {key.rpartition('.')[0]} too few values: add the missing one."
     if first["type"] == "missing":
         return f"{where} lacks the key {key}: add it."
     value = "" if isinstance(first["input"], dict) else f" = {first['input']!r}"
