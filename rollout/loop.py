@@ -134,7 +134,8 @@ class EpisodeLoop:
             await self._play()
         except Dropped:
             pass
-        except EngineDead:
+        except EngineDead as error:
+            self._fail(FailureClass.INFRA, "engine_dead", error)
             raise
         except EnvCallFailed as error:
             self._fail(error.failure, error.reason, error)

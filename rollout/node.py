@@ -180,9 +180,9 @@ class NodeShell:
             self._ended.set_result(None)
 
     def _died(self, name: str, error: BaseException) -> None:
-        log.error("%s ended the node: %s: %s", name, type(error).__name__, error, exc_info=error)
         if self._ended is None or self._ended.done():
             return
+        log.error("%s ended the node: %s: %s", name, type(error).__name__, error, exc_info=error)
         self._ended.set_exception(error)
         for loop in list(self._running):
             self._emit(Fail(*loop.key, "infra", "node_failed"), True)

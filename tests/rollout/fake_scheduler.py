@@ -45,6 +45,10 @@ class Record:
         self.leased = True
         self.changed = asyncio.Event()
 
+    @property
+    def finished(self) -> bool:
+        return self.finish is not None
+
     def log(self) -> TokenLog:
         return concat([body.log for body in self.bodies()])
 
