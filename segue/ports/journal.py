@@ -35,7 +35,7 @@ class MemoryJournal:
         self.appended += len(records)
         self.records.extend(records)
         if len(self.records) > 2 * self._keep:
-            del self.records[: -self._keep]
+            del self.records[: len(self.records) - self._keep]
 
     async def close(self) -> None:
         self.records.clear()

@@ -101,8 +101,9 @@ async def ask(peer: Peer, rpc: Rpc[Q, R], request: Q, timeout: float) -> R:
     reply = await peer.call(rpc.name, wire.encode(request), timeout)
     try:
         return wire.decode(reply, rpc.reply)
-    except wire.UnknownMessage:
-        if rpc.reply is Failure:
-            raise
-        failure = wire.decode(reply, Failure)
+    except wire.UnknownMessage as unknown:
+        try:
+            failure = wire.decode(reply, Failure)
+        except wire.UnknownMessage:
+            raise unknown from None  # neither the reply nor an error: say what was expected
         raise RemoteError(failure.fault, failure.error, failure.sentence) from None
