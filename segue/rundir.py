@@ -18,6 +18,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ from segue import __version__
 from segue.errors import RunFailed, UserError
 
 CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
+CHECKPOINT_COMPLETE, SCHEDULER_CUT = "COMPLETE", "scheduler.cut"
 _FOLDERS = ("metrics/targets", "journal", "queue", "checkpoints", "logs", "trajectories")
 
 
@@ -128,6 +130,14 @@ def _whole_lines(path: Path) -> int:
     """How many bytes of a file are whole lines."""
     data = path.read_bytes()
     return data.rfind(b"\n") + 1
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A complete checkpoint of a run (learner/checkpoints.py says what is in it)."""
+
+    path: Path
+    step: int
 
 
 class RunDir:
@@ -269,6 +279,22 @@ class RunDir:
     @property
     def trajectories(self) -> Path:
         return self.path / "trajectories"
+
+    def complete_checkpoints(self) -> list[CheckpointFolder]:
+        """All complete checkpoints, oldest first."""
+        found = []
+        for path in self.checkpoints.glob("step_*"):
+            number = path.name.removeprefix("step_")
+            if number.isdecimal() and (path / CHECKPOINT_COMPLETE).is_file():
+                found.append(CheckpointFolder(path, int(number)))
+        return sorted(found, key=lambda folder: folder.step)
+
+    def latest_checkpoint(self) -> CheckpointFolder:
+        """The newest complete checkpoint. Raises `UserError` when there is none."""
+        found = self.complete_checkpoints()
+        if not found:
+            raise UserError(f"{self.path} has no complete checkpoint to resume from: start the run anew in another directory.")
+        return found[-1]
 
     def truncate_metrics(self, step: int) -> int:
         """Keep the lines of `metrics.jsonl` for steps below `step` (a resume trains the others again); how many were cut."""

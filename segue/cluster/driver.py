@@ -80,11 +80,12 @@ class Died(RunFailed):
 class Driver:
     """One run on Ray. `run` returns the exit code."""
 
-    def __init__(self, run: RunDir, config: Config, model: str, resume: str, report: Report) -> None:
+    def __init__(self, run: RunDir, config: Config, model: str, resume: str, attempt: int, report: Report) -> None:
         self._run = run
         self._config = config
         self._model = model
         self._resume = resume
+        self._attempt = attempt
         self._report = report
         self._actors: dict[str, _Actor] = {}
         self._ends: dict[asyncio.Task[Any], _Actor] = {}
@@ -142,6 +143,7 @@ class Driver:
             model_path=self._model,
             rendezvous=rendezvous,
             resume=self._resume,
+            attempt=self._attempt,
         )
         actor = _Actor(spec, gpus)
         self._actors[actor.name] = actor
@@ -187,13 +189,13 @@ class Driver:
             await self._until_end(course, silence, interrupt)
             if interrupt.done() and not course.done():
                 self._report.stopping()
-                await self._interrupt(course, controller, learned)
+                await self._interrupt(course, learned)
                 return 130
             facts = await self._facts()
-            controller.finish(await course, facts)
+            controller.finish(facts)
             return 0
         except RunFailed as failure:
-            await controller.abort(failure.sentence)
+            await controller.stop(failure.sentence)
             raise
         finally:
             for task in (course, silence, interrupt):
@@ -264,12 +266,11 @@ class Driver:
             await self._each(list(self._actors.values()), ping)
             await asyncio.sleep(seconds / 3)
 
-    async def _interrupt(self, course: asyncio.Task[Any], controller: Controller, learned: asyncio.Future[Any]) -> None:
-        """Ctrl-C: stop the learner first (it writes a checkpoint), then let the course end."""
+    async def _interrupt(self, course: asyncio.Task[Any], learned: asyncio.Future[Any]) -> None:
+        """Ctrl-C: the learner ends its step and writes a checkpoint."""
         course.cancel()
         await self._each((a for a in self._actors.values() if a.spec.role == "learner"), lambda actor: actor.remote("stop"))
         await learned
-        controller.interrupted(await self._facts())
 
     async def _facts(self) -> dict[str, Facts]:
         facts: dict[str, Facts] = {}
@@ -292,10 +293,11 @@ class Driver:
 
 
 def main() -> int:
-    """`python -m segue.cluster.driver RUN MODEL [--resume CHECKPOINT]`: started by the supervisor."""
+    """`python -m segue.cluster.driver RUN MODEL ATTEMPT [--resume CHECKPOINT]`: started by the supervisor."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("model")
+    parser.add_argument("attempt", type=int)
     parser.add_argument("--resume", default="")
     arguments = parser.parse_args()
     report = Report()
@@ -303,7 +305,7 @@ def main() -> int:
     with ProcessLog(run.logs, "driver", "0"):
         try:
             config = load_config(run.config)
-            code = asyncio.run(Driver(run, config, arguments.model, arguments.resume, report).run())
+            code = asyncio.run(Driver(run, config, arguments.model, arguments.resume, arguments.attempt, report).run())
             report.result(code)
             return code
         except Exception as error:

@@ -23,6 +23,7 @@ class RoleSpec(Message, frozen=True):
     model_path: str
     rendezvous: str = ""
     resume: str = ""
+    attempt: int = 1
 
     @property
     def name(self) -> str:

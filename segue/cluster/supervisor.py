@@ -17,33 +17,37 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from segue.cluster.prepare import Prepared, prepare
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family
-from segue.config import Config
-from segue.errors import RunFailed
+from segue.errors import RunFailed, UserError
 
 REPORT_FD = "SEGUE_REPORT_FD"
 GRACE_AFTER_DEATH = 20.0
 """Seconds the driver gets to end by itself, naming the cause, after a part the run cannot do without has died."""
 
 
-def supervise(config: Config, run: Path, resume: bool, serial: bool) -> int:
-    """Run the training in `run` (a prepared run directory) to its end and return the exit code.
+def supervise(config_path: Path, overrides: list[str], run: Path | None, resume: bool, serial: bool) -> int:
+    """Train to the end and return the exit code: 0, or 130 after Ctrl-C.
 
-    Raises `RunFailed` with the first cause if a part died. Leaves no process behind.
+    Raises `UserError` for what the user can mend, `RunFailed` with the first cause if a part died. Leaves no process behind.
     """
+    prepared = prepare(config_path, overrides, run, resume)
     adopt_orphans()
     try:
-        return asyncio.run(_Watch(config, run, resume, serial).run())
+        return asyncio.run(_Watch(prepared, serial).run())
     finally:
         end_family(grace_seconds=2.0)
 
 
 class _Watch:
-    def __init__(self, config: Config, run: Path, resume: bool, serial: bool) -> None:
-        self._config = config
-        self._run = run
+    def __init__(self, prepared: Prepared, serial: bool) -> None:
+        self._config = prepared.config
+        self._run = prepared.run
         module = "segue.cluster.serial" if serial else "segue.cluster.driver"
-        self._command = [sys.executable, "-m", module, str(run), *(["--resume"] if resume else [])]
+        arguments = [str(prepared.run.path), prepared.model, str(prepared.attempt)]
+        if prepared.resume:
+            arguments += ["--resume", prepared.resume]
+        self._command = [sys.executable, "-m", module, *arguments]
         self._stopping = False
         self._interrupted = 0
         self._signal = signal.SIGINT
@@ -137,22 +141,16 @@ class _Watch:
 
     def _exit_code(self) -> int:
         code = self._driver.wait()
-        where = f"see {self._run / 'logs'}"
+        where = f"see {self._run.logs}"
         if self._interrupted:
             return 128 + self._signal
         if self._result is not None:
             if sentence := self._result.get("sentence"):
-                raise RunFailed(self._result.get("part", ""), sentence) if self._result["exit"] == 1 else _user(sentence)
+                raise RunFailed(self._result["part"], sentence) if self._result["exit"] == 1 else UserError(sentence)
             return int(self._result["exit"])
         if self._first_death is not None:
             raise RunFailed(self._first_death, f"{self._first_death} died and the run cannot go on without it: {where}.")
         raise RunFailed("driver", f"The driver died ({describe_exit(code)}) without naming a cause: {where}.")
-
-
-def _user(sentence: str) -> Exception:
-    from segue.errors import UserError
-
-    return UserError(sentence)
 
 
 def _environment(report_fd: int) -> dict[str, str]:

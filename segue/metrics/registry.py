@@ -155,6 +155,11 @@ class Metrics(Collector):
             raise UndeclaredMetric(f"a clock of {sorted(clock.current())} for {self.role}, whose states are {sorted(declared)}")
         self._clock = clock
 
+    @property
+    def clock(self) -> Clock | None:
+        """The attached state clock."""
+        return self._clock
+
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def value(self, name: str, **labels: str) -> float:

@@ -1,0 +1,198 @@
+"""The course of a run, the same on Ray and in serial mode: evaluate, open training, follow the steps, evaluate, sum up.
+
+Consumes: the scheduler's run events (long-polled), the end of the learner. Produces: console lines, metrics.jsonl, summary.json.
+Waits for: each evaluation up to `eval.deadline_seconds`; every call up to its time-out; then the run ends with that cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from envpool.suites import load_suite
+from segue.cluster.roles import Facts
+from segue.config import Config
+from segue.errors import RunFailed
+from segue.ports.rpc import Peer, PeerLost, PeerTimeout, RemoteError, Rpc, ask
+from segue.ports.scheduler import (
+    EVAL_STATE,
+    GET_STATUS,
+    OPEN_TRAINING,
+    START_EVAL,
+    STOP_RUN,
+    WATCH_EVENTS,
+    EvalState,
+    EvalStateReply,
+    GetStatus,
+    OpenTraining,
+    RunEvent,
+    StartEval,
+    StopRun,
+    WatchEvents,
+)
+from segue.report import EpisodeCounts, EvalResult, RunFacts, WeightSyncFigures, build_summary, step_text, summary_table
+from segue.rundir import JsonLines, RunDir, read_jsonl, write_json
+from segue.wire import Message
+
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
+
+CALL_SECONDS = 30.0
+WATCH_SECONDS = 10.0
+"""How long the scheduler may hold a question for events before it says that there are none."""
+
+
+class Controller:
+    """See the module. `learned` is done when the learner has ended by itself; `say` prints a line."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        scheduler: Peer,
+        learned: Awaitable[Any],
+        say: Callable[[str], None] = lambda line: print(line, flush=True),
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._scheduler = scheduler
+        self._learned = learned
+        self._say = say
+        self._began = time.monotonic()
+        self._evals: dict[str, EvalResult] = {}
+        self._lines = JsonLines(run.metrics)
+        self._seen = 0
+        self._status: Mapping[str, Any] = {}
+
+    async def run(self) -> None:
+        """The whole course. Raises `RunFailed` where a part of it fails; the roles' own ends are the caller's to watch."""
+        events = asyncio.create_task(self._follow())
+        course = asyncio.create_task(self._course())
+        try:
+            await asyncio.wait([events, course], return_when=asyncio.FIRST_COMPLETED)
+            if events.done():
+                await events
+            await course
+            await self._drain_events()
+            self._status = (await self._ask(GET_STATUS, GetStatus())).data
+        finally:
+            for task in (events, course):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def _course(self) -> None:
+        config = self._config
+        if config.eval.before and config.eval.tasks:
+            await self._evaluate("before")
+        await self._ask(OPEN_TRAINING, OpenTraining(config.steps))
+        await self._learned
+        if config.eval.after and config.eval.tasks:
+            await self._evaluate("after")
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    async def _evaluate(self, name: str) -> None:
+        config = self._config.eval
+        suite = load_suite(self._config.task.env, self._config.task.args)
+        tasks = suite.tasks("eval", config.tasks, self._config.seed)
+        began = time.monotonic()
+        await self._ask(START_EVAL, StartEval(name, tasks, config.temperature))
+        try:
+            async with asyncio.timeout(config.deadline_seconds):
+                state = await self._wait_eval(name)
+        except TimeoutError:
+            raise RunFailed(
+                "scheduler",
+                f"The evaluation {name} training was not done within eval.deadline_seconds = {config.deadline_seconds:g}: "
+                "raise it, or lower eval.tasks.",
+            ) from None
+        success = sum(state.success) / len(state.success) if state.success else 0.0
+        self._evals[name] = EvalResult(success, state.n, state.failed)
+        self._say(
+            f"eval {name} training: success {success:.3f} on {state.n} held-out tasks ({state.failed} failed), "
+            f"{time.monotonic() - began:.1f} s"
+        )
+
+    async def _wait_eval(self, name: str) -> EvalStateReply:
+        while True:
+            state = await self._ask(EVAL_STATE, EvalState(name))
+            if state.done:
+                return state
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            await self._take_events(WATCH_SECONDS)
+
+    async def _take_events(self, wait: float) -> bool:
+        reply = await self._ask(WATCH_EVENTS, WatchEvents(self._seen, wait), CALL_SECONDS + wait)
+        for event in reply.events:
+            self._seen = event.number
+            self._on_event(event)
+        return bool(reply.events)
+
+    async def _drain_events(self) -> None:
+        """What the scheduler has to tell up to now."""
+        with contextlib.suppress(RunFailed):
+            while await self._take_events(0.0):
+                pass
+
+    def _on_event(self, event: RunEvent) -> None:
+        if event.what == "step":
+            self._lines.append(event.data)
+            self._say(step_text(event.data, self._config.steps))
+        elif event.what == "warning":
+            self._say(f"warning: {event.data['sentence']}")
+        elif event.what == "fatal":
+            raise RunFailed(event.data.get("part", "scheduler"), event.data["sentence"])
+
+    async def _ask(self, rpc: Rpc[Q, R], request: Q, timeout: float = CALL_SECONDS) -> R:
+        try:
+            return await ask(self._scheduler, rpc, request, timeout)
+        except RemoteError as error:
+            raise RunFailed("scheduler", f"The scheduler could not answer {rpc.name}: {error.sentence}") from error
+        except (PeerLost, PeerTimeout) as error:
+            raise RunFailed("scheduler", f"The scheduler did not answer {rpc.name}: {error}.") from error
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def stop(self, reason: str) -> None:
+        """Tell the scheduler that the run ends; it releases whoever waits. A scheduler that is gone needs no telling."""
+        with contextlib.suppress(RunFailed):
+            await self._ask(STOP_RUN, StopRun(reason), 5.0)
+
+    def finish(self, facts: Mapping[str, Facts]) -> dict[str, Any]:
+        """Write summary.json and print the table. `facts` come from every role process."""
+        from rich.console import Console
+
+        self._lines.close()
+        status = self._status
+        summary = build_summary(
+            RunFacts(
+                mode=self._config.mode,
+                bound=self._config.staleness.max_age,
+                wall_seconds=time.monotonic() - self._began,
+                lines=read_jsonl(self._run.metrics),
+                episodes=EpisodeCounts.from_status(status["episodes"]),
+                weight_sync=WeightSyncFigures.from_status(status["weight_sync"]),
+                metrics={target: samples for fact in facts.values() for target, samples in fact.metrics.items()},
+                states={target: seconds for fact in facts.values() for target, seconds in fact.states.items()},
+                evals=self._evals,
+                notes=self._notes(status),
+            )
+        )
+        write_json(self._run.summary, summary)
+        Console().print(summary_table(summary, f"Run {self._run.path}"))
+        self._say(f"Everything is in {self._run.path}: summary.json, metrics.jsonl, logs/, trajectories/, checkpoints/.")
+        return summary
+
+    def _notes(self, status: Mapping[str, Any]) -> list[str]:
+        notes = list(status.get("notes", []))
+        if self._config.staleness.over_age == "train":
+            notes.append("staleness.over_age = 'train': tokens above staleness.max_age were trained.")
+        return notes

@@ -1,0 +1,100 @@
+"""Before a run's processes start: the config is resolved, the run directory made, the plan printed, the model found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from segue.cluster.plan import plan_lines
+from segue.config import Config, load_config, to_toml
+from segue.errors import UserError
+from segue.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start. `resume` is the checkpoint folder to go on from, or ""."""
+
+    config: Config
+    run: RunDir
+    model: str
+    resume: str
+    attempt: int
+
+
+def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool) -> Prepared:
+    """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`."""
+    config = load_config(config_path, overrides)
+    check_model(config)
+    text = to_toml(config)
+    now = datetime.now()
+    if resume:
+        assert run_path is not None
+        run = RunDir.resume(run_path, text)
+    elif run_path is not None:
+        run = RunDir.create(run_path, text)
+    else:
+        run = RunDir.create_default(config_path, text, now)
+    run.lock()
+    checkpoint = run.latest_checkpoint() if resume else None
+    if checkpoint is not None:
+        run.truncate_metrics(checkpoint.step)
+    run.clear_targets()
+    attempt = run.begin_attempt(now, checkpoint.step if checkpoint else None)
+    for line in plan_lines(config, str(config_path), run.path, _model_text(config)):
+        print(line, flush=True)
+    if checkpoint is not None:
+        print(f"  resume    from {checkpoint.path} (step {checkpoint.step})", flush=True)
+    model = config.model.path or str(_warm_start(config))
+    return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt)
+
+
+def check_model(config: Config) -> None:
+    """A model folder that is none is found before anything starts. Names of a hub are left to the loader."""
+    path = config.model.path
+    if not path:
+        return
+    folder = Path(path)
+    if not folder.exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        return
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path = {path!r} is no Hugging Face model folder (it has no config.json): name one that is.")
+
+
+def _model_text(config: Config) -> str:
+    if config.model.path:
+        return config.model.path
+    from segue.cluster.warmstart import cached
+
+    found = cached(config)
+    return f"warm start {found}" if found else "warm start (made now, once: distilled from the suite's scripted teacher)"
+
+
+def _warm_start(config: Config) -> Path:
+    from segue.cluster.warmstart import cached
+
+    found = cached(config)
+    if found is not None:
+        return found
+    return _make_in_child(config)
+
+
+def _make_in_child(config: Config) -> Path:
+    """Make the warm start in a process of its own: it loads torch, which this process does not need."""
+    import subprocess
+    import sys
+    import tempfile
+
+    from segue.cluster.warmstart import cached
+
+    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        file.write(to_toml(config))
+        file.flush()
+        code = subprocess.run([sys.executable, "-m", "segue.cli", "warmstart", file.name], check=False).returncode
+    if code == 130:
+        raise KeyboardInterrupt
+    found = cached(config)
+    if code != 0 or found is None:
+        raise UserError("The warm start failed: see the message above.")
+    return found

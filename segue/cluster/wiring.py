@@ -1,0 +1,300 @@
+"""Builds the shell of each role with everything it is handed: engine, receiver, renderer, sender, metrics, clocks.
+
+The one file that imports the roles. Heavy imports stand inside the builders: the scheduler and the env pools must not load torch,
+and the driver none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from segue.build import git_sha
+from segue.clock import Compute, LogicalCompute, ThreadCompute
+from segue.cluster.roles import Facts, Role, RoleSpec
+from segue.config import Config
+from segue.config.root import resolve
+from segue.logs import ProcessLog
+from segue.metrics import ActivityClock, BuildInfo, Metrics, StateClock
+from segue.metrics.exporter import Exporter
+from segue.metrics.heartbeat import Heartbeat, LoopMonitor
+from segue.metrics.states import Clock
+from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
+from segue.rundir import SCHEDULER_CUT, RunDir
+
+if TYPE_CHECKING:
+    from weightsync.local import LocalHub
+
+POLICY = "policy"
+
+
+@dataclass
+class Place:
+    """Where a role runs. `hub` is set in serial mode: everything shares one loop, whose clock is logical."""
+
+    now: Callable[[], float]
+    hub: LocalHub | None = None
+    attempt: int = 1
+
+    @property
+    def serial(self) -> bool:
+        return self.hub is not None
+
+    def compute(self, name: str) -> Compute:
+        return LogicalCompute() if self.serial else ThreadCompute(name)
+
+
+@dataclass
+class Host:
+    """A built role, and what shows it to the world: metrics by target name and, where it has a process, exporters and log."""
+
+    spec: RoleSpec
+    config: Config
+    role: Role
+    metrics: dict[str, Metrics]
+    computes: list[Compute] = field(default_factory=list)
+    monitor: LoopMonitor | None = None
+    exporters: list[Exporter] = field(default_factory=list)
+    log: ProcessLog | None = None
+
+    async def start(self) -> None:
+        if self.monitor is not None:
+            self.monitor.start()
+        await self.role.start()
+
+    async def stop(self) -> None:
+        """Stop the role, then withdraw its targets: a clean exit leaves none behind."""
+        try:
+            await self.role.stop()
+        finally:
+            if self.monitor is not None:
+                self.monitor.stop()
+            for exporter in self.exporters:
+                exporter.close()
+            for compute in self.computes:
+                compute.close()
+            if self.log is not None:
+                self.log.close()
+
+    def facts(self) -> Facts:
+        """Metric samples and seconds per state, for every target of this process."""
+        metrics = {target: registry.snapshot() for target, registry in self.metrics.items()}
+        return Facts(metrics, {target: clock.seconds() for target, clock in self.clocks().items()}, os.getpid())
+
+    def clocks(self) -> dict[str, Clock]:
+        """The state clock of every target."""
+        return {target: registry.clock for target, registry in self.metrics.items() if registry.clock is not None}
+
+
+def config_of(spec: RoleSpec) -> Config:
+    """The resolved config a spec carries."""
+    return resolve(tomllib.loads(spec.config), "the run's config.toml")
+
+
+async def build_host(spec: RoleSpec, place: Place | None = None) -> Host:
+    """Build one role. Without a `place` it is alone in its process: it gets a log file, metrics ports and a loop monitor."""
+    alone = place is None
+    place = place or Place(asyncio.get_running_loop().time, attempt=spec.attempt)
+    config = config_of(spec)
+    host = _BUILDERS[spec.role](spec, config, place)
+    if alone:
+        _expose(host)
+    return host
+
+
+def _expose(host: Host) -> None:
+    """Log file, `/metrics` and `/health` of a role process."""
+    spec, config = host.spec, host.config
+    run = RunDir(Path(spec.run_dir))
+    registry = next(iter(host.metrics.values()))
+    host.log = ProcessLog(run.logs, spec.role, str(spec.rank), metrics=registry)
+    heartbeats = []
+    for metrics in host.metrics.values():
+        heartbeat = Heartbeat(metrics)
+        heartbeats.append(heartbeat)
+        host.exporters.append(
+            Exporter(
+                metrics,
+                heartbeat,
+                targets=run.targets,
+                run=run.name,
+                node=platform.node(),
+                interface=config.cluster.interface,
+                ports=config.cluster.ports,
+                stale_after=config.cluster.silence_seconds,
+            )
+        )
+    host.monitor = LoopMonitor(registry, tuple(heartbeats))
+
+
+def _metrics(spec: RoleSpec, config: Config, place: Place, role: str = "", rank: str = "") -> Metrics:
+    return Metrics(
+        role or spec.role,
+        rank or str(spec.rank),
+        envs=(config.task.env,),
+        build=BuildInfo(git_sha=git_sha(), attempt=place.attempt),
+        staleness_bound=config.staleness.max_age,
+    )
+
+
+def _sync_metrics(spec: RoleSpec, config: Config, place: Place) -> tuple[Metrics, ActivityClock]:
+    """Metrics and states of weight sync inside another role's process: target weightsync-<role>-<rank>."""
+    from weightsync.gauges import PRECEDENCE
+
+    metrics = _metrics(spec, config, place, "weightsync", spec.name)
+    clock = ActivityClock(PRECEDENCE, place.now)
+    metrics.attach(clock)
+    return metrics, clock
+
+
+# --- scheduler --------------------------------------------------------------------------------------------------------
+
+
+def _build_scheduler(spec: RoleSpec, config: Config, place: Place) -> Host:
+    from envpool.suites import load_suite
+    from scheduler.shell import SchedulerShell
+    from segue.ports.journal import MemoryJournal
+
+    tasks = load_suite(config.task.env, config.task.args).tasks("train", config.task.train_tasks, config.seed)
+    metrics = _metrics(spec, config, place)
+    clock = StateClock(STATES["scheduler"], place.now)
+    metrics.attach(clock)
+    shell = SchedulerShell(config, Path(spec.run_dir), tasks, metrics, MemoryJournal(), clock)
+    if spec.resume:
+        shell.restore((Path(spec.resume) / SCHEDULER_CUT).read_bytes())
+    return Host(spec, config, shell, {spec.name: metrics})
+
+
+# --- env pool ---------------------------------------------------------------------------------------------------------
+
+
+def _build_envpool(spec: RoleSpec, config: Config, place: Place) -> Host:
+    from envpool.inprocess import InProcessWorkers
+    from envpool.shell import PoolShell
+
+    metrics = _metrics(spec, config, place)
+    workers = InProcessWorkers.of(config) if place.serial else None
+    return Host(spec, config, PoolShell(config, spec.name, metrics, workers), {spec.name: metrics})
+
+
+# --- rollout node -----------------------------------------------------------------------------------------------------
+
+
+def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
+    import torch
+
+    from rollout.chat import ChatRenderer, load_tokenizer
+    from rollout.embedded import EmbeddedEngine
+    from rollout.node import NodeShell
+
+    if not place.serial:
+        torch.set_num_threads(config.rollout.threads)
+    metrics = _metrics(spec, config, place)
+    activity = ActivityClock(ROLLOUT_PRECEDENCE, place.now)
+    metrics.attach(activity)
+    sync_metrics, sync_clock = _sync_metrics(spec, config, place)
+    device = _device(config.rollout.gpus)
+    compute = place.compute("engine")
+    tokenizer = load_tokenizer(spec.model_path)
+    engine = EmbeddedEngine(
+        spec.model_path,
+        slots=config.rollout.slots,
+        max_tokens=config.rollout.max_tokens,
+        dtype=config.rollout.dtype,
+        device=device,
+        compute=compute,
+        tokenizer=tokenizer,
+        decode_cost=config.serial.decode_seconds,
+        prefill_cost_per_token=config.serial.prefill_seconds_per_token,
+    )
+    receiver = _receiver(spec, config, place, sync_metrics, sync_clock, device)
+    shell = NodeShell(
+        config,
+        spec.name,
+        engine,
+        receiver,
+        ChatRenderer(tokenizer),
+        metrics=metrics,
+        sync_metrics=sync_metrics,
+        activity=activity,
+        host=config.cluster.interface,
+    )
+    return Host(spec, config, shell, {spec.name: metrics, f"weightsync-{spec.name}": sync_metrics}, [compute])
+
+
+def _receiver(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, clock: ActivityClock, device: str) -> Any:
+    from weightsync.local import LocalReceiver
+    from weightsync.receiver import TorchReceiver
+
+    if place.hub is not None:
+        return LocalReceiver(place.hub, spec.name, metrics, clock, model_name=POLICY)
+    buffers = device if config.weightsync.backend == "nccl" else "cpu"
+    return TorchReceiver(spec.name, config.weightsync.backend, buffers, metrics, clock, model_name=POLICY)
+
+
+def _device(gpus: float) -> str:
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}" if gpus > 0 and torch.cuda.is_available() else "cpu"
+
+
+# --- learner ----------------------------------------------------------------------------------------------------------
+
+
+def _build_learner(spec: RoleSpec, config: Config, place: Place) -> Host:
+    from learner.shell import LearnerShell
+
+    metrics = _metrics(spec, config, place)
+    clock = StateClock(STATES["learner"], place.now)
+    metrics.attach(clock)
+    targets = {spec.name: metrics}
+    sender = None
+    if spec.rank == 0:
+        sync_metrics, sync_clock = _sync_metrics(spec, config, place)
+        targets[f"weightsync-{spec.name}"] = sync_metrics
+        sender = _sender(config, place, sync_metrics, sync_clock)
+    shell = LearnerShell(
+        config,
+        Path(spec.run_dir),
+        spec.rank,
+        spec.world,
+        spec.model_path,
+        sender,
+        metrics,
+        clock,
+        Path(spec.resume) if spec.resume else None,
+        rendezvous=spec.rendezvous,
+        compute=place.compute("learner") if place.serial else None,
+        prefetch=not place.serial,
+    )
+    return Host(spec, config, shell, targets)
+
+
+def _sender(config: Config, place: Place, metrics: Metrics, clock: ActivityClock) -> Any:
+    import torch
+
+    from weightsync.local import LocalSender
+    from weightsync.sender import TorchSender
+
+    sync, dtype = config.weightsync, getattr(torch, config.rollout.dtype)
+    if place.hub is not None:
+        compute = LogicalCompute()
+        seconds = config.serial.transfer_seconds
+        return LocalSender(place.hub, POLICY, sync.bucket_bytes, seconds, compute, metrics, clock, dtype=dtype)
+    device = _device(config.learner.gpus) if sync.backend == "nccl" else "cpu"
+    host, ports = config.cluster.interface, config.cluster.ports
+    return TorchSender(POLICY, sync.backend, sync.bucket_bytes, host, ports, metrics, clock, dtype=dtype, device=device)
+
+
+_BUILDERS: dict[str, Callable[[RoleSpec, Config, Place], Host]] = {
+    "scheduler": _build_scheduler,
+    "envpool": _build_envpool,
+    "rollout": _build_rollout,
+    "learner": _build_learner,
+}
