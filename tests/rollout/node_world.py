@@ -37,6 +37,12 @@ def run(main: Coroutine[Any, Any, T], seconds: float = 10_000.0) -> T:
         return runner.run(bounded())
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Let logical milliseconds pass until `condition` holds."""
+    while not condition():  # noqa: ASYNC110 — what is waited for is inside the parts under test, and the time is not real
+        await asyncio.sleep(0.001)
+
+
 class Line:
     """A peer in this process whose calls can be disturbed: `disturb(method, n)` says what happens to its n-th call.
 
