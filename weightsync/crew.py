@@ -5,12 +5,15 @@ loop must not. Each piece of work gets a daemon thread of its own; whoever waits
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class Abandoned(Exception):
@@ -72,7 +75,8 @@ class Crew:
             result: T | None = None
             error: BaseException | None = None
             try:
-                result = work(left)
+                if not left.is_set():
+                    result = work(left)
             except BaseException as caught:  # handed to the waiter, whatever it is
                 error = caught
             with self._lock:
@@ -110,7 +114,10 @@ class Crew:
             give_up()
         for thread in threads:
             thread.join(deadline.left())
-        return self.running()
+        left_over = self.running()
+        if left_over:
+            _log.warning("%d thread(s) of %s are blocked outside Python and were left behind", left_over, self._name)
+        return left_over
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

@@ -28,6 +28,9 @@ from weightsync.shelf import Kept, Shelf
 from weightsync.staged import Staged, check_ties
 from weightsync.turns import ReceiverTurns, SenderTurns, failure_sentence
 
+_REMEMBERED = 64
+"""Ended transfers whose reason is remembered: late members belong to the newest few."""
+
 
 class _Seat:
     """One member at a meeting; the sender answers through `outcome`."""
@@ -44,6 +47,7 @@ class _Meeting:
     def __init__(self) -> None:
         self.seats: dict[str, _Seat] = {}
         self.came = asyncio.Event()
+        self.sender_is_here = False
 
     def take(self, member: str, seat: _Seat) -> None:
         self.seats[member] = seat
@@ -55,14 +59,30 @@ class LocalHub:
 
     def __init__(self) -> None:
         self._meetings: dict[int, _Meeting] = {}
+        self._over: dict[int, str] = {}
 
     def meeting(self, transfer: int) -> _Meeting:
         """The meeting of a transfer; the first to come opens it."""
         return self._meetings.setdefault(transfer, _Meeting())
 
-    def end(self, transfer: int) -> None:
-        """The meeting is over."""
+    def leave(self, transfer: int, member: str) -> None:
+        """A member goes; the last one closes the door unless the sender is still there."""
+        meeting = self._meetings.get(transfer)
+        if meeting is not None:
+            meeting.seats.pop(member, None)
+            if not meeting.seats and not meeting.sender_is_here:
+                del self._meetings[transfer]
+
+    def end(self, transfer: int, reason: str) -> None:
+        """The sender goes: the meeting is over. `reason` is for whoever comes late."""
         self._meetings.pop(transfer, None)
+        self._over[transfer] = reason or "the transfer is over"
+        while len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
+
+    def over(self, transfer: int) -> str:
+        """Why it is too late for this transfer, or ""."""
+        return self._over.get(transfer, "")
 
 
 class LocalSender:
@@ -105,6 +125,7 @@ class LocalSender:
         activity = self._gauges.begin("transfer")
         self._gauges.transfer_began(transfer.transfer)
         sending = _LocalSending(transfer, self._hub.meeting(transfer.transfer))
+        reason = "the sender gave the transfer up"
         try:
             with self.shelf.pinned(transfer.step) as kept:
                 if kept is None:
@@ -115,8 +136,9 @@ class LocalSender:
                 result = sending.conclude(kept)
                 if kept is not None and result.ok:
                     self.shelf.sent(kept)
+            reason = result.reason
         finally:
-            self._hub.end(transfer.transfer)
+            self._hub.end(transfer.transfer, reason)
             activity.end()
             self._gauges.transfer_ended(transfer.transfer)
         self._gauges.moved(result.bytes)
@@ -137,6 +159,7 @@ class _LocalSending:
     def __init__(self, transfer: Transfer, meeting: _Meeting) -> None:
         self._transfer = transfer
         self._meeting = meeting
+        meeting.sender_is_here = True
         self._began = now()
         self._seats: dict[str, _Seat] = {}
         self.round = Round(transfer.members)
@@ -239,10 +262,11 @@ class LocalReceiver:
         """Take part in `transfer`; a newer call supersedes one that still waits. Raises `TransferFailed`."""
         self._turns.begin(transfer, rank)
         self._give_up(f"superseded by transfer {transfer.transfer}")
+        if self._hub.over(transfer.transfer):
+            raise TransferFailed(self._hub.over(transfer.transfer))
         seat = _Seat(self._model, self._expected)
         self._current = (transfer, seat)
-        meeting = self._hub.meeting(transfer.transfer)
-        meeting.take(self.member_name, seat)
+        self._hub.meeting(transfer.transfer).take(self.member_name, seat)
         began = now()
         activity = self._gauges.begin("stage")
         self._gauges.transfer_began(transfer.transfer)
@@ -254,7 +278,7 @@ class LocalReceiver:
             why = f"the sender did not answer within {transfer.deadline_seconds:.1f} s"
             raise TransferFailed(failure_sentence(transfer, self.member_name, why)) from None
         finally:
-            meeting.seats.pop(self.member_name, None)
+            self._hub.leave(transfer.transfer, self.member_name)
             activity.end()
             self._gauges.transfer_ended(transfer.transfer)
             if staged is None:

@@ -130,7 +130,7 @@ class Sending:
         if self._round.troubled:
             if self._group is not None:
                 self._group.close()  # ends the waits of those that still receive
-            self._hear(channel, Stage.RECEIVED, self._hard.within(self._means.roll_call_seconds), beyond_trouble=True)
+            self._hear(channel, Stage.RECEIVED, self._roll_call_deadline(), beyond_trouble=True)
             clause = "took part and is silent since the broadcast broke"
         elif not self._round.silent(Stage.RECEIVED):
             self._round.compare(kept.checksums())
@@ -148,6 +148,10 @@ class Sending:
             late = channel.report_of(name, stage)
             if late is not None:
                 self._round.hear(late)
+
+    def _roll_call_deadline(self) -> Deadline:
+        """Three quarters of the time between soft and hard: the verdict must reach members whose own deadline is `hard`, too."""
+        return self._hard.within(0.75 * min(self._means.roll_call_seconds, 0.2 * self._transfer.deadline_seconds))
 
     def _broadcast(self, kept: Kept, channel: Channel, store: dist.TCPStore, left: threading.Event) -> None:
         """Say go, and broadcast all buckets. When the group breaks it is closed, with nothing of it left on any stack."""

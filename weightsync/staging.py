@@ -67,7 +67,7 @@ class Staging:
             channel = Channel(store, self._transfer.transfer)
             channel.join(self._means.member, local_address(self._transfer.address))
             manifest = self._acknowledge(channel)
-            build = self._await_go(channel, left)
+            build = self._await_go(channel)
             buckets, checksums = self._take_part(channel, store, manifest, build, left)
             channel.report(self._report(Stage.RECEIVED, checksums=checksums))
             verdict = channel.verdict("commit", self._hard)
@@ -95,15 +95,17 @@ class Staging:
             raise TransferFailed(self._sentence(str(error))) from error
         return head.manifest
 
-    def _await_go(self, channel: Channel, left: threading.Event) -> bool:
-        """Report ready, wait for the go, and return whether the group must be built."""
+    def _await_go(self, channel: Channel) -> bool:
+        """Report ready, wait for the go, and return whether the group must be built.
+
+        After a go even a member that nobody waits for any more joins the group, to leave it at once: an open connection that
+        closes ends the others' waits, an empty place would hold them until their deadline.
+        """
         self._group = self._means.groups.take(self._transfer.group, self._transfer.members)
         channel.report(self._report(Stage.READY, holds_group=self._group is not None))
         verdict = channel.verdict("go", self._hard)
         if not verdict.ok:
             raise TransferFailed(verdict.reason)
-        if left.is_set():
-            raise self._abandoned(channel)
         if verdict.build:
             self._drop_group()
         assert verdict.build or self._group is not None

@@ -102,12 +102,18 @@ def local_address(towards: str) -> str:
 
 
 def connect_store(address: str, deadline: Deadline) -> dist.TCPStore:
-    """A client of its own, for one thread."""
+    """A client of its own, for one thread. Raises `StoreError`, at once where nobody listens: senders listen before they publish.
+
+    TCPStore itself would go on trying, for longer than its time-out and not without noise, so a plain connection goes first.
+    """
     host, port = split_address(address)
     try:
+        socket.create_connection((host, port), timeout=max(0.001, deadline.left())).close()
         return dist.TCPStore(host, port, wait_for_workers=False, timeout=_span(deadline.left()))
+    except OSError as error:
+        raise StoreError(f"the weight sender at {address} cannot be reached ({error.strerror or error})") from error
     except dist.DistError as error:
-        raise StoreError(f"the weight sender at {address} cannot be reached within {deadline.seconds:.1f} s") from error
+        raise StoreError(f"the weight sender at {address} does not answer ({_first_line(error)})") from error
 
 
 def _span(seconds: float) -> timedelta:
@@ -240,4 +246,8 @@ class Channel:
 
 
 def _gone(error: BaseException) -> str:
-    return f"the store of the weight sender is gone ({str(error).splitlines()[0][:120]})"
+    return f"the store of the weight sender is gone ({_first_line(error)})"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:120]

@@ -31,7 +31,7 @@ def named_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 @given(named=named_tensors(), bucket_bytes=st.integers(1, 300))

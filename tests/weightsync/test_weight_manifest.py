@@ -70,7 +70,13 @@ def test_no_bucket_is_left_half_empty_when_the_next_tensor_fits() -> None:
 
 
 def test_layer_order_is_numeric_and_keeps_a_layer_together() -> None:
-    names = ["model.norm.weight", "model.layers.10.mlp.up", "model.layers.2.mlp.up", "model.layers.10.attn.q", "model.layers.2.attn.q"]
+    names = [
+        "model.norm.weight",
+        "model.layers.10.mlp.up",
+        "model.layers.2.mlp.up",
+        "model.layers.10.attn.q",
+        "model.layers.2.attn.q",
+    ]
     ordered = [spec.name for spec in layout({name: torch.zeros(1) for name in names}).tensors]
     assert ordered == [
         "model.layers.2.attn.q",
@@ -90,8 +96,10 @@ def test_the_order_of_the_state_dict_does_not_matter(names: list[str]) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_tied_names_are_sent_once_and_recorded(device: str) -> None:
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 4, device=device), "head": torch.nn.Linear(4, 5, bias=False, device=device)})
-    model["head"].weight = model["embed"].weight  # type: ignore[assignment]
+    model = torch.nn.ModuleDict(
+        {"embed": torch.nn.Embedding(5, 4, device=device), "head": torch.nn.Linear(4, 5, bias=False, device=device)}
+    )
+    model["head"].weight = model["embed"].weight
     both = layout(model.state_dict())
     assert [spec.name for spec in both.tensors] == ["embed.weight"]
     assert both.aliases == {"head.weight": "embed.weight"}
@@ -134,7 +142,8 @@ def test_an_extra_tensor_is_named() -> None:
 def test_wrong_shapes_and_dtypes_are_named_with_both_sides() -> None:
     sent = manifest_of(NAMED | {"a.0.w": torch.zeros(3, 2), "b": torch.zeros(1)})
     assert refusal(sent, NAMED) == (
-        "the manifest gives a.0.w as float32[3, 2] where the model has float32[2, 3], b as float32[1] where the model has int64[1]"
+        "the manifest gives a.0.w as float32[3, 2] where the model has float32[2, 3], "
+        "b as float32[1] where the model has int64[1]"
     )
 
 
@@ -144,7 +153,8 @@ def test_many_differences_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("adapter", "weights of kind 'adapter'"), ("delta", "weights of kind 'delta'"), ("zip", "the unknown kind 'zip'")]
+    ("kind", "says"),
+    [("adapter", "weights of kind 'adapter'"), ("delta", "weights of kind 'delta'"), ("zip", "the unknown kind 'zip'")],
 )
 def test_other_kinds_are_refused_by_name(kind: str, says: str) -> None:
     sentence = refusal(msgspec.structs.replace(manifest_of(NAMED), what=kind))
@@ -177,7 +187,7 @@ def test_an_inconsistent_manifest_is_refused(damage: dict[str, object]) -> None:
 def tied(head_first: bool = False) -> dict[str, torch.Tensor]:
     weight = torch.zeros(5, 4)
     names = ["head", "embed"] if head_first else ["embed", "head"]
-    return {name: weight for name in names} | {"norm": torch.zeros(4)}
+    return dict.fromkeys(names, weight) | {"norm": torch.zeros(4)}
 
 
 def test_tied_names_fit_under_either_name() -> None:

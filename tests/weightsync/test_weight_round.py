@@ -51,9 +51,9 @@ def test_the_group_is_used_again_only_if_everybody_holds_it() -> None:
     state = Round(MEMBERS)
     state.hear(ready("n0", holds=True))
     state.hear(ready("n1", holds=True))
-    assert not state.all_hold_group
+    before = state.all_hold_group
     state.hear(ready("n2", holds=True))
-    assert state.all_hold_group
+    assert (before, state.all_hold_group) == (False, True)
     other = Round(MEMBERS)
     for name in MEMBERS:
         other.hear(ready(name, holds=name != "n1"))
