@@ -53,7 +53,7 @@ class Instances:
     def __init__(self, limits: PoolLimits, env: str, metrics: Metrics, clock: SlotClock, owner: Owner) -> None:
         self.limits = limits
         self.slots = Slots(limits.workers, limits.instances)
-        self.seats = Seats(limits.workers, limits.create_seconds, limits.respawns_per_minute)
+        self.seats = Seats(limits.workers, limits.start_seconds, limits.respawns_per_minute)
         self.out: list[Command] = []
         self._env = env
         self._metrics = metrics

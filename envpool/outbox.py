@@ -65,12 +65,14 @@ class Outbox:
             self._task.cancel()
 
     async def _run(self) -> None:
-        await asyncio.sleep(0)  # what this turn of the loop brings goes together
-        while self._pending:
-            await self._hand_over(EnvDeliver(self._pool, self.session, self._batch()))
+        try:
+            await asyncio.sleep(0)  # what this turn of the loop brings goes together
+            while self._pending:
+                await self._hand_over(EnvDeliver(self._pool, self.session, self._batch()))
+        finally:
+            self._task = None  # here, not in the callback: a reply put in between would wait for ever
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._task = None
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failed(error)
 

@@ -14,10 +14,14 @@ from segue.ports.envpool import RESET_STEP, Create, EnvReply
 
 
 class PoolLimits(msgspec.Struct, frozen=True):
-    """Size and deadlines of a pool, in seconds; see `segue.config.envpool`. `idle_seconds` bounds the wait for an action."""
+    """Size and deadlines of a pool, in seconds; see `segue.config.envpool`.
+
+    `start_seconds` bounds the start of a worker process, `idle_seconds` an instance's wait for an action.
+    """
 
     workers: int
     instances: int
+    start_seconds: float
     create_seconds: float
     reset_seconds: float
     step_seconds: float

@@ -19,6 +19,7 @@ from envpool.messages import LoadedSuite, LoadFailed, Reply
 from envpool.outbox import Outbox
 from envpool.pool import Pool
 from envpool.record import PoolLimits
+from envpool.seats import START_FAILURES
 from envpool.workers import ProcessWorkers, Workers
 from segue.clock import now
 from segue.config import Config
@@ -37,6 +38,7 @@ def limits_of(config: Config) -> PoolLimits:
     return PoolLimits(
         workers=pool.workers,
         instances=pool.instances,
+        start_seconds=config.cluster.start_seconds / START_FAILURES,  # so that a pool that cannot start says so in time
         create_seconds=pool.create_seconds,
         reset_seconds=pool.reset_seconds,
         step_seconds=pool.step_seconds,
