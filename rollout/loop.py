@@ -133,7 +133,8 @@ class EpisodeLoop:
         try:
             await self._play()
         except Dropped:
-            pass
+            reason = self.dropped if self.dropped in ("fenced", "stopped") else "dropped"
+            self._host.metrics.add("segue_discarded_tokens_total", self.unsent, reason=reason)
         except EngineDead as error:
             self._fail(FailureClass.INFRA, "engine_dead", error)
             raise

@@ -173,6 +173,8 @@ class NodeShell:
     async def stop(self) -> None:
         """End all work at once. Nothing is sent any more; what was not acknowledged is the scheduler's to give out again."""
         self._silence("stopped")
+        for loop in self._running:
+            self._metrics.add("segue_discarded_tokens_total", loop.unsent, reason="stopped")
         await self._tasks.cancel()
         await self._engine.stop()
         self._receiver.close()
@@ -235,8 +237,7 @@ class NodeShell:
         """Nothing of this session is sent any more; an update under way completes or not, and says nothing."""
         self._updater.stop()
         if self._outbox is not None:
-            lost = self._outbox.sampled() + sum(loop.unsent for loop in self._running)
-            self._metrics.add("segue_discarded_tokens_total", lost, reason=reason)
+            self._metrics.add("segue_discarded_tokens_total", self._outbox.sampled(), reason=reason)
         self._outbox = self._inbox = self._exchange = None
 
     # --- orders -----------------------------------------------------------------------------------------------------
@@ -314,7 +315,7 @@ class NodeShell:
 
     def _drop(self, loop: EpisodeLoop, reason: str) -> None:
         if not loop.dropped:
-            lost = loop.unsent + (self._outbox.discard(loop.key) if self._outbox is not None else 0)
+            lost = self._outbox.discard(loop.key) if self._outbox is not None else 0
             self._metrics.add("segue_discarded_tokens_total", lost, reason="dropped")
             loop.drop(reason)
 

@@ -3,7 +3,9 @@
 `Outbox` is pure: events and `now` in, exchanges and deadlines out. `ExchangeLoop` gives it a peer and a clock.
 
 One exchange is in flight. Pending events wait at most `flush_after` seconds after the first of them (set by every reply), or go
-at once when they are urgent or weigh 64 kB. An exchange without a reply is sent again unchanged. The node's leases end
+at once when they are urgent or weigh 64 kB; but a node sends no more than one exchange per `flush_after`, since that is how the
+scheduler keeps the message load of all nodes together in bounds (episodes end much more often than that on a large node). Only
+what an update waits for does not wait itself. An exchange without a reply is sent again unchanged. The node's leases end
 `NODE_SHARE · lease_seconds` after the (first) *sending* of its last acknowledged exchange, on the node's own clock: before the
 scheduler's do, which last `lease_seconds` from their receipt.
 """
@@ -68,7 +70,8 @@ class Outbox:
         self._number = 0
         self._pending: list[NodeEvent] = []
         self._bytes = 0
-        self._urgent = True  # the first exchange joins
+        self._urgent = False
+        self._immediate = True  # the first exchange joins
         self._pending_since: float | None = None
         self._flight: Exchange | None = None
         self._flight_sent = now
@@ -93,6 +96,7 @@ class Outbox:
         self._pending.append(event)
         self._bytes += _weight(event)
         self._urgent = self._urgent or urgent or self._bytes >= FLUSH_BYTES
+        self._immediate = self._immediate or isinstance(event, (Loaded, LoadFailed))
         if self._pending_since is None:
             self._pending_since = now
         if isinstance(event, (Delta, Finish, Parked, Fail)):
@@ -131,11 +135,12 @@ class Outbox:
     def due(self) -> float:
         """When the next exchange is to be sent, if none is in flight."""
         renewal = self._last_sent + self._lease_seconds / 3
-        if self._flight is not None or self._urgent:
+        if self._flight is not None or self._immediate:
             return self._began
         if self._pending_since is None:
             return renewal
-        return min(renewal, self._pending_since + self._flush_after)
+        flush = self._last_sent if self._urgent else self._pending_since
+        return min(renewal, flush + self._flush_after)
 
     def take(self, now: float, orders_seen: int, counts: dict[str, float]) -> Exchange:
         """The exchange to send now: the one in flight again, unchanged, or a new one with everything pending."""
@@ -149,7 +154,7 @@ class Outbox:
                 events.append(event)
             del self._pending[: len(events)]
             self._bytes = sum(map(_weight, self._pending))
-            self._urgent = bool(self._pending)
+            self._urgent = self._immediate = bool(self._pending)
             self._pending_since = now if self._pending else None
             self._number += 1
             self._flight = Exchange(self._node, self.session, self._number, events, orders_seen, self._info, counts)
@@ -193,7 +198,7 @@ class Outbox:
         again: list[NodeEvent] = [*deltas, *(e for e in history if not isinstance(e, Delta))]
         self._pending = [*again, *(e for e in self._pending if not any(e is a for a in again))]
         self._bytes = sum(map(_weight, self._pending))
-        self._urgent = True
+        self._immediate = True
         self._pending_since = now
         return True
 
