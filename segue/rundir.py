@@ -141,7 +141,7 @@ class CheckpointFolder:
 
 
 class RunDir:
-    """One run's directory. Made by `create`, found again by `resume` and `open`."""
+    """One run's directory. Made by `create`, found again by `resume` (both own it from then on) and by `open` (for reading)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -160,6 +160,7 @@ class RunDir:
                 )
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path)
+            run.lock()
             run._make_folders()
             write_atomic(path / CONFIG, config_toml.encode())
         except RunFailed as error:
@@ -192,6 +193,7 @@ class RunDir:
         A config that differs and a summary are those of the last attempt: they are kept beside, under its number.
         """
         run = cls.open(path)
+        run.lock()
         last = max(1, run.attempts())
         with disk_errors(path):
             run._make_folders()
@@ -210,6 +212,8 @@ class RunDir:
 
     def lock(self) -> None:
         """Own the directory until this process ends or calls `unlock`. Raises `UserError` if another process does."""
+        if self._lock is not None:
+            return
         handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -29,60 +30,54 @@ def is_actor(module: Module) -> bool:
     return module.path.name == "actor.py" or inside(module.name, "segue.cluster")
 
 
-@pytest.mark.parametrize("name", GRAPH)
-def test_a_role_imports_only_itself_and_segue(name: str) -> None:
-    others = [role for role in ROLES if role != room(name)]
-    if room(name) == "segue" and inside(name, "segue.cluster"):
-        return
-    assert GRAPH[name].imports_any(*others, "benchmarks", "tests") == []
-    if room(name) != "segue":
-        assert not [i.name for i in GRAPH[name].imports if inside(i.name, "segue.cluster", "segue.cli", "segue.report")]
+def found(names: Iterable[str], *roots: str) -> dict[str, list[str]]:
+    """Which of these modules import a package of `roots`, and what of it."""
+    return {name: wrong for name in names if (wrong := GRAPH[name].imports_any(*roots))}
 
 
-@pytest.mark.parametrize("name", GRAPH)
-def test_only_actors_and_the_cluster_wiring_import_ray(name: str) -> None:
-    if not is_actor(GRAPH[name]):
-        assert GRAPH[name].imports_any("ray") == []
+@pytest.mark.parametrize("role", PACKAGES)
+def test_a_role_imports_only_itself_and_segue(role: str) -> None:
+    names = [name for name in GRAPH if room(name) == role and not inside(name, "segue.cluster")]
+    assert found(names, *(other for other in ROLES if other != role), "benchmarks", "tests") == {}
+    if role != "segue":
+        above = ("segue.cluster", "segue.cli", "segue.report")
+        assert [(name, i.name) for name in names for i in GRAPH[name].imports if inside(i.name, *above)] == []
+
+
+def test_only_actors_and_the_cluster_wiring_import_ray() -> None:
+    assert found((name for name, module in GRAPH.items() if not is_actor(module)), "ray") == {}
 
 
 def test_only_the_command_line_reaches_into_the_cluster_and_only_when_it_runs() -> None:
     for module in GRAPH.values():
         if room(module.name) == "segue" and not inside(module.name, "segue.cluster"):
-            found = [i for i in module.imports if inside(i.name, "segue.cluster")]
-            assert not found or (module.name == "segue.cli" and not any(i.at_import for i in found)), module.name
+            reached = [i for i in module.imports if inside(i.name, "segue.cluster")]
+            assert not reached or (module.name == "segue.cli" and not any(i.at_import for i in reached)), module.name
 
 
 def torch_free() -> list[str]:
     return [name for name, module in GRAPH.items() if not inside(name, *WITH_TORCH) and not is_actor(module)]
 
 
-@pytest.mark.parametrize("name", torch_free())
-def test_torch_stays_where_tensors_are(name: str) -> None:
-    assert reaches(GRAPH, name, HEAVY) == []
+def test_torch_stays_where_tensors_are() -> None:
+    assert [chain for name in torch_free() if (chain := reaches(GRAPH, name, HEAVY))] == []
 
 
-@pytest.mark.parametrize("name", [name for name in GRAPH if inside(name, "scheduler.core", "scheduler.queue")])
-def test_state_machines_have_no_clock_no_loop_and_no_threads(name: str) -> None:
+def test_state_machines_have_no_clock_no_loop_and_no_threads() -> None:
     """Time is handed in, I/O is the shell's: the same code runs in production, in a property test and in virtual time."""
-    assert (
-        GRAPH[name].imports_any("asyncio", "threading", "time", "datetime", "random", "socket", "concurrent", "multiprocessing")
-        == []
-    )
+    names = [name for name in GRAPH if inside(name, "scheduler.core", "scheduler.queue")]
+    world = ("asyncio", "threading", "time", "datetime", "random", "socket", "concurrent", "multiprocessing")
+    assert names and found(names, *world) == {}
 
 
-LOOPS = ("scheduler", "rollout")
+def test_scheduler_and_episode_loops_start_no_threads() -> None:
+    names = [name for name in torch_free() if room(name) in ("scheduler", "rollout")]
+    assert names and found(names, "threading", "concurrent", "multiprocessing", "subprocess") == {}
 
 
-@pytest.mark.parametrize("name", [name for name in torch_free() if room(name) in LOOPS])
-def test_scheduler_and_episode_loops_start_no_threads(name: str) -> None:
-    assert GRAPH[name].imports_any("threading", "concurrent", "multiprocessing", "subprocess") == []
-
-
-@pytest.mark.parametrize("name", GRAPH)
-def test_nothing_is_pickled_and_metrics_have_one_home(name: str) -> None:
-    assert GRAPH[name].imports_any("pickle", "cloudpickle", "dill", "marshal", "shelve") == []
-    if not inside(name, "segue.metrics"):
-        assert GRAPH[name].imports_any("prometheus_client") == []
+def test_nothing_is_pickled_and_metrics_have_one_home() -> None:
+    assert found(GRAPH, "pickle", "cloudpickle", "dill", "marshal", "shelve") == {}
+    assert found((name for name in GRAPH if not inside(name, "segue.metrics")), "prometheus_client") == {}
 
 
 def test_imports_go_round_in_no_circle() -> None:

@@ -248,4 +248,4 @@ def _check(config: Config, where: str) -> None:
 
 def to_toml(config: Config) -> str:
     """The resolved config as TOML; loading it gives the same config."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    return tomli_w.dumps(config.model_dump(exclude_none=True))

@@ -188,7 +188,9 @@ def test_a_group_ships_with_half_its_members_but_never_under_two(size: int, give
             "staleness.max_age": st.integers(0, 9),
             "learner.lr": st.floats(1e-9, 1.0),
             "task.args": st.dictionaries(
-                st.text(max_size=4), st.integers() | st.text(max_size=4) | st.floats(allow_nan=False) | st.booleans(), max_size=3
+                st.text(max_size=4),
+                st.integers() | st.text(max_size=4) | st.floats(allow_nan=False) | st.booleans() | st.dates(),
+                max_size=3,
             ),
             "cluster.ports": st.tuples(st.integers(1024, 30000), st.integers(30001, 65535)).map(list),
             "learner.mask_outcomes": st.lists(st.sampled_from(["truncated_turns", "truncated_wall"]), unique=True),
