@@ -376,7 +376,8 @@ async def test_closing_the_sender_ends_the_waits_of_both_sides(fleet: Fleet) -> 
 
 async def test_a_closed_receiver_gives_up_and_refuses(fleet: Fleet) -> None:
     receiver = fleet.add("n0")
-    running = asyncio.ensure_future(receiver.stage(transfer_to(fleet.sender.address, ["n0"], 0, 0), 1))
+    transfer = transfer_to(fleet.sender.address, ["n0"], 0, 0, deadline_seconds=0.5)  # its thread ends by itself then
+    running = asyncio.ensure_future(receiver.stage(transfer, 1))
     await asyncio.sleep(0)
     receiver.close()
     with pytest.raises(TransferFailed, match="closed"):
