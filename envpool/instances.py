@@ -208,6 +208,7 @@ class Instances:
         if isinstance(body, Disposed):
             self._forget(instance)
             return
+        instance.call += 1  # this one is answered: the same reply again would match nothing
         before = instance.call
         if instance.wanted:
             self._go_on(now, instance, body)
