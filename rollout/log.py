@@ -55,6 +55,7 @@ class EpisodeLog:
     action      ids sampled in that turn so far
     waiting     the text of that turn's complete action, while its record is missing
     sampled     tokens sampled in all; `computed` of the context are known to have had KV
+    stop        strings that complete an action now
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -71,6 +72,7 @@ class EpisodeLog:
         self.checksum = 0
         self.reward = 0.0
         self.info: dict[str, float] = {}
+        self.stop: tuple[str, ...] = ()
         self.last: TurnRecord | None = None
         self._snapshot: tuple[int, bytes] | None = None
         self._replay: list[ActionRecord] = []
@@ -203,6 +205,7 @@ class EpisodeLog:
             self._replay.clear()
         self.reward += record.reward
         self.info.update(record.info)
+        self.stop = tuple(record.stop) or self.stop
         self.last = record
         self.turn = record.turn + 1
         self.action = []

@@ -79,7 +79,6 @@ class EpisodeLoop:
         self.log = EpisodeLog(self._budget)
         self._piece = Piece(-1)
         self._kv: EpisodeKv = host.ledger.lease()
-        self._stop: tuple[str, ...] = ()
         self._kv_version: int | None = None
         self._interrupted = False
         self._entered = False
@@ -183,7 +182,6 @@ class EpisodeLoop:
         lease = self.lease
         request = Create(lease.episode, lease.attempt, lease.task, lease.member, self.log.environment())
         created = await self._wait_env(self._host.env.create(request), parkable=True)
-        self._stop = tuple(created.observation.stop)
         if self.log.phase is Phase.RESET:
             self._write_prompt(created)
 
@@ -195,7 +193,17 @@ class EpisodeLoop:
                 f"The prompt of task {self.lease.task.id} has {len(prompt)} tokens and leaves no room for an action within "
                 f"rollout.max_tokens = {self._budget.max_tokens}: raise it, or leave the task out."
             )
-        record = TurnRecord(RESET_STEP, 0.0, False, False, "", _digest(created.observation), created.snapshot, {})
+        record = TurnRecord(
+            turn=RESET_STEP,
+            reward=0.0,
+            terminated=False,
+            truncated=False,
+            action="",
+            observation_hash=_digest(created.observation),
+            snapshot=created.snapshot,
+            info={},
+            stop=created.observation.stop,
+        )
         self._write(DeltaBody(prompt, record))
 
     # --- one turn ---------------------------------------------------------------------------------------------------
@@ -219,7 +227,7 @@ class EpisodeLoop:
             max_tokens=log.allowance,
             temperature=lease.sampling.temperature,
             stop_tokens=host.renderer.stop_tokens,
-            stop_strings=self._stop,
+            stop_strings=log.stop,
             seed=lease.sampling.seed,
             offset=log.sampled,
             priority=lease.priority,
@@ -248,7 +256,7 @@ class EpisodeLoop:
         """Take the request's chunks as they come. Nothing may be awaited between the gate and the engine."""
         host = self._host
         self.request, self._cut = request.id, ""
-        watch = _Straddle(host.renderer, self.log.action, self._stop)
+        watch = _Straddle(host.renderer, self.log.action, self.log.stop)
         left = max(0.0, host.config.wall_seconds - self._seconds())
         timer = asyncio.get_running_loop().call_later(left, self._wall)
         host.gate.enter(first=not self._entered)
@@ -333,7 +341,6 @@ class EpisodeLoop:
         if not math.isfinite(result.reward):
             raise EnvCallFailed(FailureClass.DATA, "bad_reward", f"turn {turn} was rewarded with {result.reward}")
         observation = result.observation
-        self._stop = tuple(observation.stop) or self._stop
         record = TurnRecord(
             turn=turn,
             reward=float(result.reward),
@@ -343,6 +350,7 @@ class EpisodeLoop:
             observation_hash=_digest(observation),
             snapshot=snapshot,
             info=result.info,
+            stop=observation.stop,
         )
         # Nothing is sampled after the last observation, so none of it goes into the context.
         last = result.terminated or result.truncated or turn + 1 >= self._budget.max_turns

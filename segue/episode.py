@@ -80,7 +80,11 @@ class ActionRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
-    """What one environment step did: part (b) of a turn (design.md §6). Turn -1 is the reset."""
+    """What one environment step did: part (b) of a turn (design.md §6). Turn -1 is the reset.
+
+    `stop` are the strings that complete the next action; empty: those in force before. (An environment rebuilt elsewhere need
+    not say them again.)
+    """
 
     turn: int
     reward: float
@@ -90,6 +94,7 @@ class TurnRecord(msgspec.Struct, frozen=True):
     observation_hash: int
     snapshot: bytes | None
     info: dict[str, float]
+    stop: list[str] = []
 
 
 class DeltaBody(Message, frozen=True):

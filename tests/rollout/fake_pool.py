@@ -113,7 +113,7 @@ class FakePool:
                 observation = talk.step(record.action).observation
                 if observation_hash(m.content for m in observation.messages) != record.observation_hash:
                     return EnvFailed(*key, RESET_STEP, "env", "replay_mismatch", "another observation")
-            observation = Observation(observation.messages, stop=talk.reset().stop)
+            observation = Observation(observation.messages)  # only a reset says what completes an action
         return Created(*key, observation, self._snapshot(talk), 0.0)
 
     def _snapshot(self, talk: Talk) -> bytes | None:

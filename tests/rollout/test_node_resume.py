@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import chat_tokenizers as made
 import msgspec
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from fake_scheduler import Record
 from node_world import World, config, run
 
 from segue.episode import Outcome, Task
-from segue.ports.engine import EngineDead
+from segue.ports.engine import EngineDead, GenerateRequest
 from segue.ports.scheduler import Fail, ParkOrder, Resumed
 
 TASK = Task("task", "talk", 5, {"turns": 4})
@@ -63,7 +64,7 @@ def test_going_on_from_every_delta(snapshot_every: int) -> None:
         assert steps == list(range(recorded, 4)), "recorded turns are not stepped again"
 
 
-@pytest.mark.parametrize("at", [0.55 + 0.013 * i for i in range(40)])
+@pytest.mark.parametrize("at", [0.55 + 0.033 * i for i in range(16)])
 def test_a_node_that_dies_at_any_moment(at: float) -> None:
     """SIGKILL costs at most what was sampled since the last delta; the second node goes on from what was accepted."""
     expected = whole()
@@ -226,3 +227,25 @@ def test_the_engine_dying_ends_the_node_and_says_what_it_ran() -> None:
                 assert [(f.failure, f.attempt) for f in record.fails] == [("infra", 1)]
 
     run(main())
+
+
+@pytest.mark.parametrize("snapshot_every", [0, 1])
+def test_what_completes_an_action_is_remembered_across_nodes(snapshot_every: int) -> None:
+    """A rebuilt environment need not repeat its stop strings: they are in the log."""
+    stop = made.words().convert_tokens_to_ids("</search>")
+    task = Task("task", "talk", 5, {"turns": 3, "stop": ["</search>"]})
+
+    def policy(request: GenerateRequest, index: int) -> int:
+        return int(stop) if (index + 1) % 5 == 0 else 20 + index
+
+    async def main(accepted: list[bytes]) -> Record:
+        async with World(policy=policy, snapshot_every=snapshot_every) as w:
+            lease = w.scheduler.lease(0, task=task)
+            w.scheduler.episodes[0].deltas = list(accepted)
+            await w.scheduler.push(w.node.name, msgspec.structs.replace(lease, snapshot=w.scheduler.episodes[0].snapshot()))
+            return await w.scheduler.finished(0)
+
+    expected = run(main([]))
+    assert [s.length for s in expected.log().segments if s.author == 2] == [6, 6, 6]
+    for accepted in range(1, len(expected.deltas)):
+        same(run(main(expected.deltas[:accepted])), expected)
