@@ -1,6 +1,7 @@
-"""What weight sync shows of itself: its states (one activity per publish, transfer, stage and load) and its metrics.
+"""What a sender shows of itself: its states (one activity per publish and transfer) and its metrics.
 
-Called from the event loop, from the learner's training thread and from transfer threads.
+Called from the event loop and from the learner's training thread. At the other end the node keeps states and phases, because
+it alone sees drain, pause and load (`rollout.update`); a receiver adds its bytes and the seconds of the transfer.
 """
 
 from __future__ import annotations
@@ -14,28 +15,11 @@ from segue.metrics.registry import Metrics
 from segue.metrics.states import ActivityClock
 
 PRECEDENCE = ("load", "transfer", "stage", "wait_version")
-"""States of the `ActivityClock` that the wiring hands to a sender or receiver."""
-
-
-class Activity:
-    """One thing going on, in one state until it ends. After `end`, what a thread left behind still calls changes nothing."""
-
-    def __init__(self, gauges: Gauges, state: str) -> None:
-        self._gauges = gauges
-        self.state: str | None = None
-        self.over = False
-        self.enter(state)
-
-    def enter(self, state: str) -> None:
-        """Be in `state` from now on."""
-        self._gauges.move(self, state)
-
-    def end(self) -> None:
-        self._gauges.move(self, None)
+"""States of the `ActivityClock` that the wiring hands to a sender (it never loads, but every target shows every state)."""
 
 
 class Gauges:
-    """Metrics and state clock of one sender or receiver. `now` times phases, `wall` stamps the start of a transfer."""
+    """Metrics and state clock of one sender. `now` times phases, `wall` stamps the start of a transfer."""
 
     def __init__(
         self,
@@ -52,42 +36,38 @@ class Gauges:
         self._started: dict[int, float] = {}
         clock.begin("wait_version")  # for good: it is last in precedence, so it shows when nothing else goes on
 
-    def begin(self, state: str) -> Activity:
-        """Start an activity in `state`."""
-        return Activity(self, state)
-
     @contextmanager
-    def doing(self, state: str, phase: str) -> Iterator[None]:
-        """An activity in `state`; its duration is observed as `phase` unless it raises."""
-        began = self._now()
-        activity = self.begin(state)
+    def doing(self, state: str) -> Iterator[None]:
+        """One more activity is in `state` inside the block."""
+        with self._lock:
+            self._clock.begin(state)
         try:
             yield
         finally:
-            activity.end()
-        self.took(phase, self._now() - began)
+            with self._lock:
+                self._clock.end(state)
 
-    def move(self, activity: Activity, state: str | None) -> None:
-        """Move an activity to another state, or end it (None)."""
-        with self._lock:
-            if activity.over:
-                return
-            if state is not None:
-                self._clock.begin(state)
-            if activity.state is not None:
-                self._clock.end(activity.state)
-            activity.state, activity.over = state, state is None
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """A publication: state `stage`, phase `gather`."""
+        began = self._now()
+        with self.doing("stage"):
+            yield
+        self.took("gather", self._now() - began)
 
-    def transfer_began(self, transfer: int) -> None:
-        """A transfer runs: the oldest one's start is shown."""
+    @contextmanager
+    def transferring(self, transfer: int) -> Iterator[None]:
+        """A transfer: state `transfer`, and since when the oldest one runs."""
         with self._lock:
             self._started[transfer] = self._wall()
             self._show_started()
-
-    def transfer_ended(self, transfer: int) -> None:
-        with self._lock:
-            self._started.pop(transfer, None)
-            self._show_started()
+        try:
+            with self.doing("transfer"):
+                yield
+        finally:
+            with self._lock:
+                self._started.pop(transfer, None)
+                self._show_started()
 
     def _show_started(self) -> None:
         self._metrics.set("segue_weight_sync_started_timestamp_seconds", min(self._started.values(), default=0.0))

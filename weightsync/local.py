@@ -9,8 +9,7 @@ the buckets for each, compares checksums, and hands the staged weights out. Time
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 
@@ -21,7 +20,7 @@ from segue.ports.scheduler import Transfer, TransferResult
 from segue.ports.weights import Manifest, TransferFailed
 from weightsync.buckets import checksum
 from weightsync.gauges import Gauges
-from weightsync.manifest import Layout, ManifestMismatch, check_manifest, with_checksums
+from weightsync.manifest import Layout, ManifestMismatch, check_manifest, payload_bytes, with_checksums
 from weightsync.messages import Fault, Report, Stage
 from weightsync.round import Round
 from weightsync.shelf import Kept, Shelf
@@ -114,7 +113,7 @@ class LocalSender:
 
     def publish(self, step: int, named: Mapping[str, torch.Tensor]) -> Manifest:
         """Copy the full weights of `step` aside."""
-        with self._gauges.doing("stage", "gather"):
+        with self._gauges.gathering():
             return self.shelf.put(step, named).manifest
 
     async def send(self, transfer: Transfer) -> TransferResult:
@@ -122,12 +121,10 @@ class LocalSender:
         refused = self._turns.begin(transfer)
         if refused is not None:
             return refused
-        activity = self._gauges.begin("transfer")
-        self._gauges.transfer_began(transfer.transfer)
         sending = _LocalSending(transfer, self._hub.meeting(transfer.transfer))
         reason = "the sender gave the transfer up"
         try:
-            with self.shelf.pinned(transfer.step) as kept:
+            with self._gauges.transferring(transfer.transfer), self.shelf.pinned(transfer.step) as kept:
                 if kept is None:
                     held = ", ".join(map(str, self.shelf.steps())) or "none"
                     sending.round.broke(f"weights of step {transfer.step} are not kept any more (kept: {held})")
@@ -139,8 +136,6 @@ class LocalSender:
             reason = result.reason
         finally:
             self._hub.end(transfer.transfer, reason)
-            activity.end()
-            self._gauges.transfer_ended(transfer.transfer)
         self._gauges.moved(result.bytes)
         if result.ok:
             self._gauges.took("transfer", result.transfer_seconds)
@@ -245,7 +240,6 @@ class LocalReceiver:
         hub: LocalHub,
         member_name: str,
         metrics: Metrics,
-        clock: ActivityClock,
         *,
         model_name: str = "policy",
         expected: Layout | None = None,
@@ -254,7 +248,7 @@ class LocalReceiver:
         self._hub = hub
         self._model = model_name
         self._expected = expected
-        self._gauges = Gauges(metrics, clock)
+        self._metrics = metrics
         self._turns = ReceiverTurns(member_name)
         self._current: tuple[Transfer, _Seat] | None = None
 
@@ -268,9 +262,6 @@ class LocalReceiver:
         self._current = (transfer, seat)
         self._hub.meeting(transfer.transfer).take(self.member_name, seat)
         began = now()
-        activity = self._gauges.begin("stage")
-        self._gauges.transfer_began(transfer.transfer)
-        staged: Staged | None = None
         try:
             async with asyncio.timeout(transfer.deadline_seconds):
                 staged = await seat.outcome
@@ -279,19 +270,9 @@ class LocalReceiver:
             raise TransferFailed(failure_sentence(transfer, self.member_name, why)) from None
         finally:
             self._hub.leave(transfer.transfer, self.member_name)
-            activity.end()
-            self._gauges.transfer_ended(transfer.transfer)
-            if staged is None:
-                self._gauges.failed("stage")
-        self._gauges.moved(sum(t.nbytes for name, t in staged.tensors().items() if name not in staged.manifest.aliases))
-        self._gauges.took("stage", now() - began)
+        self._metrics.add("segue_weight_sync_bytes_total", payload_bytes(staged.manifest))
+        self._metrics.observe("segue_weight_sync_seconds", now() - began, phase="transfer")
         return staged
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Held by the node while its engine swaps staged weights in: state and phase `load`."""
-        with self._gauges.doing("load", "load"):
-            yield
 
     def _give_up(self, why: str) -> None:
         if self._current is not None and not self._current[1].outcome.done():
@@ -312,12 +293,12 @@ def local_pair(
     transfer_seconds: float,
     compute: Compute,
     sender_gauges: tuple[Metrics, ActivityClock],
-    receiver_gauges: tuple[Metrics, ActivityClock],
+    receiver_metrics: Metrics,
     dtype: torch.dtype | None = None,
     expected: Layout | None = None,
 ) -> tuple[LocalSender, LocalReceiver]:
     """A sender and one receiver that share a hub."""
     hub = LocalHub()
     sender = LocalSender(hub, model_name, bucket_bytes, transfer_seconds, compute, *sender_gauges, dtype=dtype)
-    receiver = LocalReceiver(hub, member_name, *receiver_gauges, model_name=model_name, expected=expected)
+    receiver = LocalReceiver(hub, member_name, receiver_metrics, model_name=model_name, expected=expected)
     return sender, receiver

@@ -9,19 +9,14 @@ produces     `Staged` weights in memory of their own, or `TransferFailed`
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from segue.metrics.registry import Metrics
-from segue.metrics.states import ActivityClock
 from segue.ports.scheduler import Transfer
 from segue.ports.weights import TransferFailed
 from weightsync.crew import Abandoned, Crew
-from weightsync.gauges import Gauges
 from weightsync.group import Groups, check_backend
 from weightsync.manifest import Layout
 from weightsync.staged import Staged
@@ -35,7 +30,7 @@ class TorchReceiver:
     member_name    its name in `Transfer.members`
     backend        "gloo" or "nccl", as the sender's
     device         where buffers live: "cpu" for gloo, the engine's GPU for nccl
-    clock          made with `weightsync.gauges.PRECEDENCE`
+    metrics        of the node's weightsync target; gets bytes and the phase `transfer`, the node adds the other phases
     model_name     the model it holds
     expected       that model's own layout (`weightsync.manifest.layout` of its named tensors), checked before the first byte
                    is sent; None leaves names and shapes to the engine's `load`
@@ -49,7 +44,6 @@ class TorchReceiver:
         backend: str,
         device: torch.device | str,
         metrics: Metrics,
-        clock: ActivityClock,
         *,
         model_name: str = "policy",
         expected: Layout | None = None,
@@ -58,7 +52,7 @@ class TorchReceiver:
         check_backend(backend)
         self.member_name = member_name
         self._means = Receiving(member_name, model_name, expected, Groups(), backend, torch.device(device))
-        self._gauges = Gauges(metrics, clock)
+        self._metrics = metrics
         self._crew = Crew("weightsync-receive")
         self._roll_call_seconds = roll_call_seconds
         self._turns = ReceiverTurns(member_name)
@@ -74,22 +68,12 @@ class TorchReceiver:
         self._give_up(f"superseded by transfer {transfer.transfer}")
         superseded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._superseded = superseded
-        began = time.perf_counter()
-        activity = self._gauges.begin("stage")
-        self._gauges.transfer_began(transfer.transfer)
-        staging = Staging(transfer, rank, self._means, activity, self._roll_call_seconds)
-        ok = False
+        staging = Staging(transfer, rank, self._means, self._roll_call_seconds)
         try:
             staged = await self._run(staging, transfer, superseded)
-            ok = True
         finally:
-            activity.end()
-            self._gauges.transfer_ended(transfer.transfer)
-            self._gauges.moved(staging.received)
-            if not ok:
-                self._gauges.failed(staging.phase)
-        self._gauges.took("transfer", staging.transfer_seconds)
-        self._gauges.took("stage", time.perf_counter() - began)
+            self._metrics.add("segue_weight_sync_bytes_total", staging.received)
+        self._metrics.observe("segue_weight_sync_seconds", staging.transfer_seconds, phase="transfer")
         return staged
 
     async def _run(self, staging: Staging, transfer: Transfer, superseded: asyncio.Future[str]) -> Staged:
@@ -106,12 +90,6 @@ class TorchReceiver:
         finally:
             if not work.cancel() and not work.cancelled():
                 work.exception()  # superseded just as it failed: nobody else will ask for it
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Held by the node while its engine swaps staged weights in: state and phase `load`."""
-        with self._gauges.doing("load", "load"):
-            yield
 
     def _give_up(self, why: str) -> None:
         if self._superseded is not None and not self._superseded.done():

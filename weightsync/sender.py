@@ -79,7 +79,7 @@ class TorchSender:
 
         `named` are full tensors on any device (gathered, where the model is sharded), tied ones under all their names or one.
         """
-        with self._gauges.doing("stage", "gather"):
+        with self._gauges.gathering():
             return self.shelf.put(step, named).manifest
 
     async def send(self, transfer: Transfer) -> TransferResult:
@@ -92,15 +92,11 @@ class TorchSender:
         if refused is not None:
             return refused
         sending = Sending(transfer, self._means)
-        activity = self._gauges.begin("transfer")
-        self._gauges.transfer_began(transfer.transfer)
-        try:
-            result = await self._crew.run(sending.run, transfer.deadline_seconds)
-        except Abandoned as error:
-            result = sending.overdue(str(error))
-        finally:
-            activity.end()
-            self._gauges.transfer_ended(transfer.transfer)
+        with self._gauges.transferring(transfer.transfer):
+            try:
+                result = await self._crew.run(sending.run, transfer.deadline_seconds)
+            except Abandoned as error:
+                result = sending.overdue(str(error))
         self._gauges.moved(result.bytes)
         if result.ok:
             self._gauges.took("transfer", result.transfer_seconds)

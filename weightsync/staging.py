@@ -20,7 +20,6 @@ from segue.errors import WireError
 from segue.ports.scheduler import Transfer
 from segue.ports.weights import Manifest, TransferFailed
 from weightsync.buckets import checksum, new_bucket
-from weightsync.gauges import Activity
 from weightsync.group import BroadcastGroup, GroupError, Groups, build_group
 from weightsync.manifest import Layout, ManifestMismatch, check_manifest, with_checksums
 from weightsync.messages import Fault, Report, Stage
@@ -47,15 +46,13 @@ class _Left(Exception):
 
 
 class Staging:
-    """One transfer. `run` in a thread; `phase` and the seconds are read afterwards."""
+    """One transfer. `run` in a thread; what it received, and how long that took, is read afterwards."""
 
-    def __init__(self, transfer: Transfer, rank: int, means: Receiving, activity: Activity, roll_call_seconds: float) -> None:
+    def __init__(self, transfer: Transfer, rank: int, means: Receiving, roll_call_seconds: float) -> None:
         self._transfer = transfer
         self._rank = rank
         self._means = means
-        self._activity = activity
         self._soft, self._hard = deadlines(transfer.deadline_seconds, roll_call_seconds)
-        self.phase = "stage"
         self.received = 0
         self.transfer_seconds = 0.0
         self._group: BroadcastGroup | None = None
@@ -161,8 +158,6 @@ class Staging:
         """All buckets, each in a fresh buffer, and their checksums, each computed while the next bucket is on its way."""
         group = self._group
         assert group is not None
-        self.phase = "transfer"
-        self._activity.enter("transfer")
         began = time.perf_counter()
         buckets: list[torch.Tensor] = []
         checksums: list[int] = []
@@ -177,7 +172,6 @@ class Staging:
             buckets.append(bucket)
             self.received += bucket.numel()
         self.transfer_seconds = time.perf_counter() - began
-        self._activity.enter("stage")
         checksums += [checksum(previous) for previous in buckets[-1:]]
         check_ties(manifest, self._means.expected, buckets)
         return buckets, checksums

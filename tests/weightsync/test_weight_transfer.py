@@ -128,29 +128,27 @@ async def test_metrics_and_states_of_both_ends(fleet: Fleet) -> None:
     fleet.add("n0")
     fleet.sender.publish(4, weights(4))
     result, _ = await fleet.run(["n0"], number=0, step=4)
-    with fleet.receivers["n0"].loading():
-        assert fleet.receiver_gauged["n0"].clock.state == "load"
-    for gauged, phases in ((fleet.gauged, ("gather", "transfer")), (fleet.receiver_gauged["n0"], ("stage", "transfer", "load"))):
+    for gauged, phases in ((fleet.gauged, ("gather", "transfer")), (fleet.receiver_gauged["n0"], ("transfer",))):
         snapshot = gauged.metrics.snapshot()
         for phase in phases:
             assert snapshot[f'segue_weight_sync_seconds_count{{phase="{phase}"}}'] == 1
         assert gauged.metrics.value("segue_weight_sync_bytes_total") == result.bytes > 0
         assert gauged.metrics.value("segue_weight_sync_started_timestamp_seconds") == 0
         assert gauged.failures("stage") == gauged.failures("transfer") == 0
-        assert gauged.clock.state == "wait_version"
-        assert gauged.clock.seconds()["transfer"] > 0
+    assert fleet.gauged.clock.state == "wait_version"
+    assert fleet.gauged.clock.seconds()["transfer"] > 0 and fleet.gauged.clock.seconds()["stage"] > 0
 
 
 async def test_a_started_transfer_shows_since_when(fleet: Fleet) -> None:
-    receiver = fleet.add("n0")
-    running = asyncio.ensure_future(receiver.stage(transfer_to(fleet.sender.address, ["n0"], 0, 0), 1))
+    fleet.sender.publish(0, weights(0))
+    running = asyncio.ensure_future(fleet.sender.send(transfer_to(fleet.sender.address, ["n0"], 0, 0)))
     store = _client(fleet.sender.address)
-    await asyncio.to_thread(store.wait, ["transfer/0/joined/n0"])
-    gauged = fleet.receiver_gauged["n0"]
+    await asyncio.to_thread(store.wait, ["transfer/0/head"])
+    gauged = fleet.gauged
     assert gauged.metrics.value("segue_weight_sync_started_timestamp_seconds") > 1e9
-    assert gauged.clock.state == "stage"
-    running.cancel()
-    await asyncio.wait([running])
+    assert gauged.clock.state == "transfer"
+    fleet.sender.close()
+    assert not (await running).ok
     assert gauged.metrics.value("segue_weight_sync_started_timestamp_seconds") == 0
     assert gauged.clock.state == "wait_version" and gauged.failures("stage") == 1
 
@@ -231,7 +229,7 @@ async def test_a_missing_receiver_is_named_and_the_others_are_released_and_serve
     assert f"n1 did not join at {fleet.sender.address} within" in result.reason
     for sentence in sentences(ends).values():
         assert "n1 did not join" in sentence and "n0" not in sentence.split("n1 did not join")[0]
-    assert fleet.gauged.failures("stage") == 1 and fleet.receiver_gauged["n0"].failures("stage") == 1
+    assert fleet.gauged.failures("stage") == 1
     assert_all(*await fleet.run(["n0", "n2"], number=1, step=0, group=2), step=0)
 
 
@@ -444,7 +442,7 @@ def test_the_address_towards_a_loopback_sender_is_loopback() -> None:
 def test_an_unknown_or_impossible_backend_is_one_sentence() -> None:
     gauged = Gauged()
     with pytest.raises(UserError, match=r"weightsync\.backend = 'mpi' is unknown"):
-        TorchReceiver("n0", "mpi", "cpu", gauged.metrics, gauged.clock)
+        TorchReceiver("n0", "mpi", "cpu", gauged.metrics)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match=r"weightsync\.backend = 'nccl' needs a GPU"):
-            TorchReceiver("n0", "nccl", "cpu", gauged.metrics, gauged.clock)
+            TorchReceiver("n0", "nccl", "cpu", gauged.metrics)

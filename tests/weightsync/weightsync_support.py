@@ -66,7 +66,7 @@ def make_sender(gauged: Gauged | None = None, roll_call_seconds: float = 5.0) ->
 
 def make_receiver(name: str, gauged: Gauged | None = None, expected: Layout | None = None) -> TorchReceiver:
     gauged = gauged or Gauged()
-    return TorchReceiver(name, "gloo", "cpu", gauged.metrics, gauged.clock, expected=expected)
+    return TorchReceiver(name, "gloo", "cpu", gauged.metrics, expected=expected)
 
 
 def transfer_to(
