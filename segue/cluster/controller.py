@@ -55,12 +55,15 @@ class Controller:
         scheduler: Peer,
         learned: Awaitable[Any],
         say: Callable[[str], None] = lambda line: print(line, flush=True),
+        *,
+        only_eval: bool = False,
     ) -> None:
         self._config = config
         self._run = run
         self._scheduler = scheduler
         self._learned = learned
         self._say = say
+        self._only_eval = only_eval
         self._began = time.monotonic()
         self._evals: dict[str, EvalResult] = {}
         self._lines = JsonLines(run.metrics)
@@ -86,6 +89,9 @@ class Controller:
 
     async def _course(self) -> None:
         config = self._config
+        if self._only_eval:
+            await self._evaluate("eval")
+            return
         if config.eval.before and config.eval.tasks:
             await self._evaluate("before")
         await self._ask(OPEN_TRAINING, OpenTraining(config.steps))
@@ -107,13 +113,13 @@ class Controller:
         except TimeoutError:
             raise RunFailed(
                 "scheduler",
-                f"The evaluation {name} training was not done within eval.deadline_seconds = {config.deadline_seconds:g}: "
+                f"The evaluation ({name}) was not done within eval.deadline_seconds = {config.deadline_seconds:g}: "
                 "raise it, or lower eval.tasks.",
             ) from None
         success = sum(state.success) / len(state.success) if state.success else 0.0
         self._evals[name] = EvalResult(success, state.n, state.failed)
         self._say(
-            f"eval {name} training: success {success:.3f} on {state.n} held-out tasks ({state.failed} failed), "
+            f"eval{'' if self._only_eval else f' {name} training'}: success {success:.3f} on {state.n} held-out tasks ({state.failed} failed), "
             f"{time.monotonic() - began:.1f} s"
         )
 

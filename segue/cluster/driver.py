@@ -80,12 +80,15 @@ class Died(RunFailed):
 class Driver:
     """One run on Ray. `run` returns the exit code."""
 
-    def __init__(self, run: RunDir, config: Config, model: str, resume: str, attempt: int, report: Report) -> None:
+    def __init__(
+        self, run: RunDir, config: Config, model: str, resume: str, attempt: int, only_eval: bool, report: Report
+    ) -> None:
         self._run = run
         self._config = config
         self._model = model
         self._resume = resume
         self._attempt = attempt
+        self._only_eval = only_eval
         self._report = report
         self._actors: dict[str, _Actor] = {}
         self._ends: dict[asyncio.Task[Any], _Actor] = {}
@@ -181,7 +184,7 @@ class Driver:
     async def _course(self) -> int:
         learners = [task for task, actor in self._ends.items() if actor.spec.role == "learner"]
         learned = asyncio.gather(*learners, return_exceptions=True)
-        controller = Controller(self._config, self._run, self._actors["scheduler"].peer, learned)
+        controller = Controller(self._config, self._run, self._actors["scheduler-0"].peer, learned, only_eval=self._only_eval)
         course = asyncio.create_task(controller.run())
         silence = asyncio.create_task(self._watch_silence())
         interrupt = asyncio.create_task(self._interrupted.wait())
@@ -293,19 +296,21 @@ class Driver:
 
 
 def main() -> int:
-    """`python -m segue.cluster.driver RUN MODEL ATTEMPT [--resume CHECKPOINT]`: started by the supervisor."""
+    """`python -m segue.cluster.driver RUN MODEL ATTEMPT [--resume CHECKPOINT] [--only-eval]`: started by the supervisor."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("model")
     parser.add_argument("attempt", type=int)
     parser.add_argument("--resume", default="")
+    parser.add_argument("--only-eval", action="store_true")
     arguments = parser.parse_args()
     report = Report()
     run = RunDir.open(arguments.run)
     with ProcessLog(run.logs, "driver", "0"):
         try:
             config = load_config(run.config)
-            code = asyncio.run(Driver(run, config, arguments.model, arguments.resume, arguments.attempt, report).run())
+            driver = Driver(run, config, arguments.model, arguments.resume, arguments.attempt, arguments.only_eval, report)
+            code = asyncio.run(driver.run())
             report.result(code)
             return code
         except Exception as error:

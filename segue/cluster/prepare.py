@@ -21,6 +21,7 @@ class Prepared:
     model: str
     resume: str
     attempt: int
+    only_eval: bool = False
 
 
 def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool) -> Prepared:
@@ -46,8 +47,12 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
         print(line, flush=True)
     if checkpoint is not None:
         print(f"  resume    from {checkpoint.path} (step {checkpoint.step})", flush=True)
-    model = config.model.path or str(_warm_start(config))
-    return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt)
+    return Prepared(config, run, find_model(config), str(checkpoint.path) if checkpoint else "", attempt)
+
+
+def find_model(config: Config) -> str:
+    """The folder (or hub name) to start from; makes the warm start if it is asked for and not cached."""
+    return config.model.path or str(_warm_start(config))
 
 
 def check_model(config: Config) -> None:

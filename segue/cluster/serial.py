@@ -34,12 +34,13 @@ STOP_ORDER = (("learner", "rollout"), ("envpool",), ("scheduler",))
 class Serial:
     """One serial run. `run` returns the exit code."""
 
-    def __init__(self, run: RunDir, config: Config, model: str, resume: str, attempt: int) -> None:
+    def __init__(self, run: RunDir, config: Config, model: str, resume: str, attempt: int, only_eval: bool) -> None:
         self._run = run
         self._config = config
         self._model = model
         self._resume = resume
         self._attempt = attempt
+        self._only_eval = only_eval
         self._hosts: dict[str, Host] = {}
         self._interrupted = False
 
@@ -76,7 +77,8 @@ class Serial:
     async def _course(self) -> int:
         runs = {name: asyncio.create_task(host.role.run(), name=name) for name, host in self._hosts.items()}
         scheduler = LocalPeer("scheduler-0", self._hosts["scheduler-0"].role)
-        controller = Controller(self._config, self._run, scheduler, asyncio.shield(runs["learner-0"]), self._say)
+        learned = asyncio.shield(runs["learner-0"])
+        controller = Controller(self._config, self._run, scheduler, learned, self._say, only_eval=self._only_eval)
         course = asyncio.create_task(controller.run())
         waiting: set[asyncio.Task[None]] = {course, *runs.values()}
         try:
@@ -112,12 +114,13 @@ class Serial:
 
 
 def main() -> int:
-    """`python -m segue.cluster.serial RUN MODEL ATTEMPT [--resume CHECKPOINT]`: started by the supervisor."""
+    """`python -m segue.cluster.serial RUN MODEL ATTEMPT [--resume CHECKPOINT] [--only-eval]`: started by the supervisor."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("model")
     parser.add_argument("attempt", type=int)
     parser.add_argument("--resume", default="")
+    parser.add_argument("--only-eval", action="store_true")
     arguments = parser.parse_args()
     report = Report()
     run = RunDir.open(arguments.run)
@@ -129,7 +132,8 @@ def main() -> int:
             torch.set_num_threads(1)
             random.seed(config.seed)
             with asyncio.Runner(loop_factory=LogicalLoop) as runner:
-                code = runner.run(Serial(run, config, arguments.model, arguments.resume, arguments.attempt).run())
+                serial = Serial(run, config, arguments.model, arguments.resume, arguments.attempt, arguments.only_eval)
+                code = runner.run(serial.run())
             report.result(code)
             return code
         except Exception as error:

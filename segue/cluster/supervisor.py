@@ -31,22 +31,29 @@ def supervise(config_path: Path, overrides: list[str], run: Path | None, resume:
 
     Raises `UserError` for what the user can mend, `RunFailed` with the first cause if a part died. Leaves no process behind.
     """
-    prepared = prepare(config_path, overrides, run, resume)
+    return watch(prepare(config_path, overrides, run, resume), serial)
+
+
+def watch(prepared: Prepared, serial: bool, quiet: bool = False) -> int:
+    """Run a prepared run under watch; `quiet` moves what the driver prints to stderr. Errors as `supervise`."""
     adopt_orphans()
     try:
-        return asyncio.run(_Watch(prepared, serial).run())
+        return asyncio.run(_Watch(prepared, serial, quiet).run())
     finally:
         end_family(grace_seconds=2.0)
 
 
 class _Watch:
-    def __init__(self, prepared: Prepared, serial: bool) -> None:
+    def __init__(self, prepared: Prepared, serial: bool, quiet: bool) -> None:
         self._config = prepared.config
         self._run = prepared.run
         module = "segue.cluster.serial" if serial else "segue.cluster.driver"
         arguments = [str(prepared.run.path), prepared.model, str(prepared.attempt)]
         if prepared.resume:
             arguments += ["--resume", prepared.resume]
+        if prepared.only_eval:
+            arguments += ["--only-eval"]
+        self._output = sys.stderr if quiet else None
         self._command = [sys.executable, "-m", module, *arguments]
         self._stopping = False
         self._interrupted = 0
@@ -76,6 +83,7 @@ class _Watch:
         self._driver = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
+            stdout=self._output,
             pass_fds=(writing,),
             start_new_session=True,  # Ctrl-C reaches this process only, which passes it on in order
             env=_environment(writing),

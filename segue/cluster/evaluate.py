@@ -1,0 +1,52 @@
+"""`segue eval`: the held-out tasks of a config, run by its starting model or by a checkpoint of a run, on the same machinery."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+from segue.cluster.prepare import Prepared, check_model, find_model
+from segue.cluster.supervisor import watch
+from segue.config import Config, load_config, to_toml
+from segue.errors import UserError
+from segue.rundir import RunDir
+
+
+def evaluate(target: Path, overrides: list[str], step: int | None, as_json: bool) -> int:
+    """Evaluate and print the result; returns the exit code. Its processes' logs are in a run directory of its own."""
+    if target.is_dir():
+        source = RunDir.open(target)
+        config = load_config(source.config, overrides)
+        model = str(_checkpoint(source, step) / "models" / "policy")
+        name = source.name
+    else:
+        if step is not None:
+            raise UserError(f"--step {step} needs a run directory, and {target} is none: leave it out or name a run.")
+        config = load_config(target, overrides)
+        check_model(config)
+        model = find_model(config)
+        name = target.stem
+    if config.eval.tasks == 0:
+        raise UserError(f"{target} sets eval.tasks = 0, so there is nothing to evaluate: add --set eval.tasks=256.")
+    run = RunDir.create_default(Path(f"eval-{name}"), to_toml(config), datetime.now())
+    attempt = run.begin_attempt(datetime.now())
+    code = watch(Prepared(config, run, model, "", attempt, only_eval=True), serial=False, quiet=as_json)
+    if code == 0 and as_json:
+        print(json.dumps(_result(run, config, model), indent=2))
+    return code
+
+
+def _checkpoint(run: RunDir, step: int | None) -> Path:
+    if step is None:
+        return run.latest_checkpoint().path
+    found = {folder.step: folder.path for folder in run.complete_checkpoints()}
+    if step not in found:
+        there = ", ".join(str(number) for number in found) or "none"
+        raise UserError(f"{run.path} has no complete checkpoint of step {step} (there is {there}): name one of these.")
+    return found[step]
+
+
+def _result(run: RunDir, config: Config, model: str) -> dict[str, object]:
+    summary = json.loads(run.summary.read_text(encoding="utf-8"))
+    return {**summary["eval"]["eval"], "env": config.task.env, "temperature": config.eval.temperature, "model": model}
