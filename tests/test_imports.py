@@ -40,7 +40,7 @@ def test_a_role_imports_only_itself_and_segue(role: str) -> None:
     names = [name for name in GRAPH if room(name) == role and not inside(name, "segue.cluster")]
     assert found(names, *(other for other in ROLES if other != role), "benchmarks", "tests") == {}
     if role != "segue":
-        above = ("segue.cluster", "segue.cli", "segue.report")
+        above = ("segue.cluster", "segue.cli")
         assert [(name, i.name) for name in names for i in GRAPH[name].imports if inside(i.name, *above)] == []
 
 

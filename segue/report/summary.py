@@ -8,6 +8,7 @@ from typing import Any
 from segue.metrics.registry import read_sample
 from segue.metrics.vocabulary import PREFILL_CAUSES, ROLES, STATES, is_idle
 from segue.report import steps
+from segue.report.checks import contradictions
 from segue.report.facts import EpisodeCounts, EvalResult, RunFacts, WeightSyncFigures, role_of
 
 Lines = Sequence[Mapping[str, Any]]
@@ -19,7 +20,7 @@ EVALS = ("before", "after")
 def build_summary(facts: RunFacts) -> dict[str, Any]:
     """The document of summary.json. docs/summary.md says what each key means."""
     lines = facts.lines
-    return {
+    summary: dict[str, Any] = {
         "mode": facts.mode,
         "steps": len({line["step"] for line in lines}),
         "wall_seconds": round(facts.wall_seconds, 3),
@@ -31,8 +32,8 @@ def build_summary(facts: RunFacts) -> dict[str, Any]:
         "weight_sync": weight_sync(facts.weight_sync),
         "logprob_gap": logprob_gap(lines),
         "eval": {name: evaluation(facts.evals.get(name)) for name in (*EVALS, *sorted(set(facts.evals) - set(EVALS)))},
-        "notes": [*facts.notes],
     }
+    return summary | {"notes": [*facts.notes, *contradictions(summary)]}
 
 
 def partial_summary(mode: str, bound: int, lines: Lines) -> dict[str, Any]:

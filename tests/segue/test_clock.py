@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.clock import Deadlock, LogicalCompute, LogicalLoop, ThreadCompute, now
@@ -55,6 +55,7 @@ def test_time_jumps_to_the_next_timer() -> None:
     assert run(main()) == [0.0, 1000.0, 1000.0]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 5), max_size=40))
 def test_timers_run_by_time_and_equal_times_first_in_first_out(delays: list[int]) -> None:
     async def main() -> list[tuple[float, int]]:
@@ -120,6 +121,7 @@ def test_cancelled_timers_neither_run_nor_move_the_clock() -> None:
     assert run(main()) == 8.0
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(0, 400), st.floats(0, 1))
 def test_many_cancelled_timers_are_swept_and_the_others_still_run(seed: int, count: int, share: float) -> None:
     rng = random.Random(seed)

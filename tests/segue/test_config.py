@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.config import Config, load_config, parse_overrides, to_toml
@@ -177,6 +177,7 @@ def test_a_group_ships_with_half_its_members_but_never_under_two(size: int, give
     assert made.group.needed == made.group.min_valid == needed
 
 
+@settings(max_examples=40)
 @given(
     st.fixed_dictionaries(
         {},

@@ -42,7 +42,7 @@ def test_tables_escape_bars() -> None:
     assert table(("a", "b"), [("1|2", "3")]) == "|a|b|\n|---|---|\n|1\\|2|3|\n"
 
 
-@pytest.mark.parametrize("module", ["segue.config.docs", "segue.metrics.docs"])
-def test_the_check_runs_as_a_command(module: str) -> None:
-    result = subprocess.run([sys.executable, "-m", module, "--check"], capture_output=True, text=True, timeout=120)
+def test_the_check_runs_as_a_command() -> None:
+    command = [sys.executable, "-m", "segue.metrics.docs", "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -78,6 +78,7 @@ def test_a_histogram_refuses_what_is_no_observation_and_keeps_nothing_of_it(valu
     assert metrics.value(AGE) == 0
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(-10, 100), st.integers(0, 50)), max_size=30))
 def test_observing_n_at_once_equals_observing_one_n_times(pairs: list[tuple[float, int]]) -> None:
     one, many = Metrics("learner"), Metrics("learner")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.metrics import ActivityClock, SlotClock, StateClock
@@ -84,6 +84,7 @@ def test_state_seconds_sum_to_elapsed_time(moves: list[tuple[str, float]]) -> No
     assert sum(clock.nanoseconds().values()) == nanoseconds(start, time.now)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from(ROLLOUT_PRECEDENCE), st.booleans(), STEPS), max_size=80))
 def test_activities_are_charged_by_precedence_and_sum_to_elapsed_time(events: list[tuple[str, bool, float]]) -> None:
     time = FakeTime()
@@ -124,6 +125,7 @@ def test_a_waiting_episode_does_not_make_a_generating_node_idle() -> None:
     assert clock.seconds() == {"wait_weights": 4.0, "generate": 2.0, "wait_env": 9.0, "wait_admission": 0.0, OTHER: 16.0}
 
 
+@settings(max_examples=40)
 @given(
     st.integers(1, 6),
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from(STATES["envpool"]), STEPS), max_size=60),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -73,7 +74,7 @@ EPISODES = EpisodeCounts(
     admitted=40,
     finished=33,
     trained=16,
-    states={"pending": 2, "leased": 5, "queued": 16, "trained": 16, "dropped": 1},
+    states={"pending": 2, "leased": 5, "queued": 16, "trained": 16, "dropped": 1},  # 40 in all
     dropped={"stale": 1},
     failed={},
     paused=6,
@@ -147,6 +148,22 @@ def test_the_figures_are_the_facts() -> None:
     assert summary["notes"] == ["one"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"episodes": replace(EPISODES, admitted=41)}, "41 episodes were admitted, but the states hold 40."),
+        ({"episodes": replace(EPISODES, dropped={})}, "1 episodes are dropped, but their reasons add up to 0."),
+        ({"episodes": replace(EPISODES, failed={"env": 2})}, "0 episodes are failed, but their reasons add up to 2."),
+        ({"episodes": replace(EPISODES, resumed=7)}, "7 requests were resumed, but only 6 were paused."),
+        ({"bound": 1}, "A token of age 2 was trained, above staleness.max_age = 1."),
+        ({"metrics": {"rollout-0": {'segue_prefill_tokens_total{cause="turn"}': 5.0, "segue_engine_prefill_tokens_total": 6.0}}},
+         "5 prefilled tokens have a cause, but the engines counted 6."),
+    ],
+)  # fmt: skip
+def test_figures_that_contradict_each_other_are_noted(changes: dict[str, Any], note: str) -> None:
+    assert build_summary(facts(**changes))["notes"] == ["one", note]
+
+
 def test_what_is_not_known_is_null_and_not_zero() -> None:
     empty = RunFacts("sync", 0, 1.0, [], EpisodeCounts())
     summary = build_summary(empty)
@@ -162,6 +179,7 @@ def test_the_weight_sync_target_of_a_node_is_weight_syncs_and_not_the_nodes() ->
     assert roles["weightsync"]["busy_ratio"] == 0.25 and roles["rollout"]["busy_ratio"] == 1.0
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 60), max_size=6), max_size=5))
 def test_ages_agree_with_numpy_over_every_single_token(histograms: list[list[int]]) -> None:
     tokens = np.array([age for h in histograms for age, n in enumerate(h) for _ in range(n)])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue import rundir
@@ -140,6 +140,7 @@ def test_every_line_is_there_as_soon_as_it_is_appended(tmp_path: Path) -> None:
     assert [line["step"] for line in read_jsonl(path)] == [0, 1, 2, 3]
 
 
+@settings(max_examples=40)
 @given(cut=st.integers(0, 60))
 def test_a_torn_last_line_is_left_out_and_cut_before_the_next(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.mktemp("torn") / "metrics.jsonl"
@@ -159,6 +160,7 @@ def test_a_broken_line_in_the_middle_is_one_sentence(tmp_path: Path) -> None:
         read_jsonl(path)
 
 
+@settings(max_examples=40)
 @given(step=st.integers(0, 12), steps=st.integers(0, 10))
 def test_a_resume_at_step_s_keeps_the_steps_below_s(tmp_path_factory: pytest.TempPathFactory, step: int, steps: int) -> None:
     run = RunDir.create(tmp_path_factory.mktemp("run") / "demo", "")
@@ -248,6 +250,7 @@ def test_a_full_disk_at_the_start_is_the_users_sentence(tmp_path: Path, monkeypa
 JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
 
 
+@settings(max_examples=40)
 @given(st.recursive(JSON, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)))
 def test_plain_makes_valid_json_and_changes_nothing_but_what_is_not_finite(value: Any) -> None:
     made = plain(value)
