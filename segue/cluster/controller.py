@@ -119,8 +119,8 @@ class Controller:
         success = sum(state.success) / len(state.success) if state.success else 0.0
         self._evals[name] = EvalResult(success, state.n, state.failed)
         self._say(
-            f"eval{'' if self._only_eval else f' {name} training'}: success {success:.3f} on {state.n} held-out tasks ({state.failed} failed), "
-            f"{time.monotonic() - began:.1f} s"
+            f"eval{'' if self._only_eval else f' {name} training'}: success {success:.3f} "
+            f"on {state.n} held-out tasks ({state.failed} failed), {time.monotonic() - began:.1f} s"
         )
 
     async def _wait_eval(self, name: str) -> EvalStateReply:

@@ -143,14 +143,9 @@ def _metrics(spec: RoleSpec, config: Config, place: Place, role: str = "", rank:
     )
 
 
-def _sync_metrics(spec: RoleSpec, config: Config, place: Place) -> tuple[Metrics, ActivityClock]:
-    """Metrics and states of weight sync inside another role's process: target weightsync-<role>-<rank>."""
-    from weightsync.gauges import PRECEDENCE
-
-    metrics = _metrics(spec, config, place, "weightsync", spec.name)
-    clock = ActivityClock(PRECEDENCE, place.now)
-    metrics.attach(clock)
-    return metrics, clock
+def _sync_metrics(spec: RoleSpec, config: Config, place: Place) -> Metrics:
+    """Metrics of weight sync inside another role's process: target weightsync-<role>-<rank>."""
+    return _metrics(spec, config, place, "weightsync", spec.name)
 
 
 # --- scheduler --------------------------------------------------------------------------------------------------------
@@ -189,8 +184,9 @@ def _build_envpool(spec: RoleSpec, config: Config, place: Place) -> Host:
 def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
     import torch
 
-    from rollout.chat import ChatRenderer, load_tokenizer
+    from rollout.chat import ChatRenderer
     from rollout.embedded import EmbeddedEngine
+    from rollout.embedded.support import open_tokenizer
     from rollout.node import NodeShell
 
     if not place.serial:
@@ -198,10 +194,12 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
     metrics = _metrics(spec, config, place)
     activity = ActivityClock(ROLLOUT_PRECEDENCE, place.now)
     metrics.attach(activity)
-    sync_metrics, sync_clock = _sync_metrics(spec, config, place)
+    sync_metrics = _sync_metrics(spec, config, place)
+    sync_clock = StateClock(STATES["weightsync"], place.now)
+    sync_metrics.attach(sync_clock)
     device = _device(config.rollout.gpus)
     compute = place.compute("engine")
-    tokenizer = load_tokenizer(spec.model_path)
+    tokenizer = open_tokenizer(spec.model_path)
     engine = EmbeddedEngine(
         spec.model_path,
         slots=config.rollout.slots,
@@ -213,7 +211,7 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
         decode_cost=config.serial.decode_seconds,
         prefill_cost_per_token=config.serial.prefill_seconds_per_token,
     )
-    receiver = _receiver(spec, config, place, sync_metrics, sync_clock, device)
+    receiver = _receiver(spec, config, place, sync_metrics, device)
     shell = NodeShell(
         config,
         spec.name,
@@ -223,19 +221,20 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
         metrics=metrics,
         sync_metrics=sync_metrics,
         activity=activity,
+        sync_clock=sync_clock,
         host=config.cluster.interface,
     )
     return Host(spec, config, shell, {spec.name: metrics, f"weightsync-{spec.name}": sync_metrics}, [compute])
 
 
-def _receiver(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, clock: ActivityClock, device: str) -> Any:
+def _receiver(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, device: str) -> Any:
     from weightsync.local import LocalReceiver
     from weightsync.receiver import TorchReceiver
 
     if place.hub is not None:
-        return LocalReceiver(place.hub, spec.name, metrics, clock, model_name=POLICY)
+        return LocalReceiver(place.hub, spec.name, metrics, model_name=POLICY)
     buffers = device if config.weightsync.backend == "nccl" else "cpu"
-    return TorchReceiver(spec.name, config.weightsync.backend, buffers, metrics, clock, model_name=POLICY)
+    return TorchReceiver(spec.name, config.weightsync.backend, buffers, metrics, model_name=POLICY)
 
 
 def _device(gpus: float) -> str:
@@ -256,7 +255,11 @@ def _build_learner(spec: RoleSpec, config: Config, place: Place) -> Host:
     targets = {spec.name: metrics}
     sender = None
     if spec.rank == 0:
-        sync_metrics, sync_clock = _sync_metrics(spec, config, place)
+        from weightsync.gauges import PRECEDENCE
+
+        sync_metrics = _sync_metrics(spec, config, place)
+        sync_clock = ActivityClock(PRECEDENCE, place.now)
+        sync_metrics.attach(sync_clock)
         targets[f"weightsync-{spec.name}"] = sync_metrics
         sender = _sender(config, place, sync_metrics, sync_clock)
     shell = LearnerShell(
