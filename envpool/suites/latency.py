@@ -42,7 +42,7 @@ class LatencyArgs(msgspec.Struct, frozen=True):
     turns_min/max      turns of an episode, uniform
     words_min/max      words of an observation, uniform
     distribution       of the step time: constant; gaussian (clipped at 0); lognormal; pareto (Lomax: heavy tail)
-    mean               seconds of a step, on average
+    mean               seconds of a step, on average; one drawn above envpool.step_seconds fails in every attempt
     spread             gaussian: standard deviation, seconds; lognormal: sigma of the logarithm; pareto: the tail index, above 1
     burn               True burns CPU instead of sleeping
     reset_seconds      of every reset; a slow reset takes `slow_reset_seconds`, with probability `slow_reset`

@@ -51,27 +51,29 @@ def a_task(number: int = 0, env: str = "faulty") -> Task:
 class Node:
     """A rollout node's side: sends requests, collects replies by (episode, attempt, step)."""
 
-    def __init__(self, shell: PoolShell, name: str = "rollout-0", session: int = 1) -> None:
+    def __init__(self, shell: PoolShell, name: str = "rollout-0", session: int = 1, patience: float = PATIENCE) -> None:
         self.name = name
+        self.patience = patience
         self.session = session
         self.replies: list[EnvReply] = []
         self.deliveries = 0
         self.service = Service()
         self.service.add(ENV_DELIVER, self._deliver)
         self._waiting: dict[tuple[int, int, int], asyncio.Future[EnvReply]] = {}
-        self._pool = LocalPeer(shell.name, shell)
-        shell.connect(name, LocalPeer(name, self.service))
+        self.pool = LocalPeer(shell.name, shell)
+        self.peer = LocalPeer(name, self.service)
+        shell.connect(name, self.peer)
 
     async def submit(self, *requests: EnvRequest) -> None:
         """Hand requests over."""
-        await ask(self._pool, ENV_SUBMIT, EnvSubmit(self.name, self.session, list(requests)), PATIENCE)
+        await ask(self.pool, ENV_SUBMIT, EnvSubmit(self.name, self.session, list(requests)), PATIENCE)
 
     async def call(self, request: Create | Step) -> EnvReply:
         """Hand one over and wait for its reply."""
         step = request.step if isinstance(request, Step) else RESET_STEP
         future = self._waiting[request.episode, request.attempt, step] = asyncio.get_running_loop().create_future()
         await self.submit(request)
-        return await asyncio.wait_for(future, PATIENCE)
+        return await asyncio.wait_for(future, self.patience)
 
     async def create(
         self, episode: int, attempt: int = 1, task: Task | None = None, member: int = 0, restore: Restore | None = None
