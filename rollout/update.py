@@ -72,10 +72,11 @@ class Updater:
         self._emit = emit
         self._spawn = spawn
         self._epoch = 0
-        self._task: asyncio.Task[None] | None = None
-        self._update = -1
+        self._update = self._silent_upto = -1
+        self._next: BeginUpdate | None = None
+        self._worker: asyncio.Task[None] | None = None
+        self._current: asyncio.Task[None] | None = None
         self._paused = False
-        self._muted = False
         clock.enter("wait_version")
         activity.begin("wait_weights")  # until the first weights are loaded
 
@@ -89,29 +90,40 @@ class Updater:
         if order.update <= self._update:
             self._metrics.add("segue_messages_refused_total", reason="duplicate")
             return
-        self._update, self._muted = order.update, False
-        before = self._task
-        if before is not None and not self._paused:
-            before.cancel()
-        self._task = self._spawn(f"update-{order.update}", self._run(order, before))
+        self._update, self._next = order.update, order
+        if self._worker is None or self._worker.done():
+            self._worker = self._spawn("updates", self._work())
+        else:
+            self._give_up()
 
     def abandon(self, order: AbandonUpdate) -> None:
         """Give an update up, unless its weights are being loaded: then it completes."""
-        if order.update == self._update and self._task is not None and not self._paused:
+        if order.update == self._update:
             log.info("update %d abandoned: %s", order.update, order.reason)
-            self._task.cancel()
+            self._next = None
+            self._give_up()
 
     def stop(self) -> None:
-        """The session is over: its update is abandoned, or completes and says nothing."""
-        self._muted = True
-        if self._task is not None and not self._paused:
-            self._task.cancel()
+        """The session is over: what can be abandoned is, and what completes says nothing."""
+        self._next = None
+        self._silent_upto = self._update
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self._current is not None and not self._paused:
+            self._current.cancel()
+
+    async def _work(self) -> None:
+        """One update after the other, always the newest that was ordered."""
+        while self._next is not None:
+            order, self._next = self._next, None
+            self._current = self._spawn(f"update-{order.update}", self._run(order))
+            await asyncio.wait([self._current])
+            self._current = None
 
     # --- one update -------------------------------------------------------------------------------------------------
 
-    async def _run(self, order: BeginUpdate, before: asyncio.Task[None] | None) -> None:
-        if before is not None:
-            await asyncio.wait([before])
+    async def _run(self, order: BeginUpdate) -> None:
         version = order.transfer.version
         try:
             loaded = await self._update_to(order)
@@ -129,7 +141,7 @@ class Updater:
             self._gate.set(Level.OPEN if self._engine.version != NO_VERSION else Level.CLOSED)
 
     def _say(self, order: BeginUpdate, event: Loaded | LoadFailed) -> None:
-        if order.update == self._update and not self._muted:
+        if order.update == self._update and order.update > self._silent_upto:
             self._emit(event, True)
 
     async def _update_to(self, order: BeginUpdate) -> Loaded:

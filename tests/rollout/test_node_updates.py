@@ -329,6 +329,27 @@ def test_a_newer_update_waits_for_one_that_loads() -> None:
     run(main())
 
 
+def test_of_many_updates_ordered_during_a_load_only_the_newest_follows() -> None:
+    async def main() -> None:
+        async with World() as w:
+            w.node.receiver.seconds = 0.0
+            await w.begin_update()
+            await asyncio.sleep(0.01)
+            assert w.node.engine._paused
+            w.node.receiver.seconds = 0.3
+            await w.begin_update()
+            await w.begin_update()
+            await asyncio.sleep(0.1)
+            assert not w.node.engine._paused
+            newest = await w.begin_update()
+            while (await w.scheduler.load()).update != newest:
+                pass
+            await asyncio.sleep(5.0)
+            assert [c for c in w.node.engine.control if c.startswith("load")] == ["load 1", "load 2", "load 5"]
+
+    run(main())
+
+
 def test_an_update_to_the_version_it_runs_needs_no_pause() -> None:
     async def main() -> None:
         async with World() as w:
