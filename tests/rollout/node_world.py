@@ -153,10 +153,10 @@ class World:
             await self.add_node(f"rollout-{i}")
         return self
 
-    async def add_node(self, name: str, session: int = 1, engine: Any = None) -> Node:
+    async def add_node(self, name: str, session: int = 1, engine: Any = None, receiver: FakeReceiver | None = None) -> Node:
         """Start a node and give it the newest weights."""
         engine = engine or FakeEngine(self._policy, renderer().text, step=self._step)
-        node = Node(name, self.config, engine, FakeReceiver(), session)
+        node = Node(name, self.config, engine, receiver or FakeReceiver(), session)
         node.up = Line("scheduler", self.scheduler.service.handle)
         node.env = Line("envpool-0", self.pool.service.handle)
         node.down = Line(name, node.shell.handle)

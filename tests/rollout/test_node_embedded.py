@@ -1,0 +1,136 @@
+"""A node with the real embedded engine: what is logged is what the weights say, version by version, and the causes sum."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import chat_tokenizers as made
+import pytest
+import torch
+from engine_models import Staged, named, reference_logprobs, save, tiny
+from fake_engine import FakeReceiver
+from node_world import Node, World, config, run
+
+from rollout.embedded import EmbeddedEngine
+from segue.clock import LogicalCompute
+from segue.episode import Task
+from segue.ports.scheduler import Drop, Loaded, Paused, Resumed, Transfer
+from segue.trajectory import Author
+
+torch.set_num_threads(1)
+VOCAB = len(made.words())
+EPISODES = 8
+
+
+@cache
+def model_of(version: int) -> Any:
+    return tiny(version, vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("node-engine")
+    return save(model_of(0), path)
+
+
+class Receiver(FakeReceiver):
+    """Stages the real weights of a version."""
+
+    async def stage(self, transfer: Transfer, rank: int) -> Any:
+        await super().stage(transfer, rank)
+        return Staged(transfer.version, named(model_of(transfer.version)))
+
+
+async def start(w: World, folder: str, **options: Any) -> Node:
+    settings: dict[str, Any] = {"slots": 3, "max_tokens": 200, "decode_cost": 0.01, "prefill_cost_per_token": 0.0005}
+    engine = EmbeddedEngine(
+        folder, dtype="float32", device="cpu", compute=LogicalCompute(), tokenizer=made.words(), **{**settings, **options}
+    )
+    return await w.add_node("rollout-0", engine=engine, receiver=Receiver(0.1))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep", "turn", "episode"])
+def test_every_token_has_the_log_probability_of_the_weights_it_names(mode: str, folder: str) -> None:
+    """More episodes than slots, updates in the middle: F01, F16, F26, F41, and the ledger's sum, on a real engine."""
+
+    async def main() -> None:
+        cfg = config(update={"inflight": mode}, rollout={"max_tokens": 200, "max_turn_tokens": 12})
+        async with World(cfg, nodes=0) as w:
+            node = await start(w, folder)
+            for episode in range(EPISODES):
+                await w.lease(episode, task=Task(f"t{episode // 2}", "talk", episode // 2, {"turns": 4}), group=episode // 2)
+            for _ in range(4):
+                await asyncio.sleep(0.25)
+                assert isinstance(await w.update(drain_seconds=0.2), Loaded)
+            several = 0
+            for episode in range(EPISODES):
+                record = await w.scheduler.finished(episode)
+                log = record.log()
+                log.validate()
+                tokens, sampled = log.tokens.tolist(), log.mask == 1
+                versions = sorted(set(log.versions[sampled].tolist()))
+                several += len(versions) > 1
+                if mode == "keep" and len(versions) > 1:
+                    continue  # what kept KV does to later tokens is the engine contract's matter
+                for version in versions:
+                    expected = reference_logprobs(model_of(version), tokens, 1)
+                    for at in (sampled & (log.versions == version)).nonzero()[0]:
+                        assert log.logprobs[at] == pytest.approx(expected[at - 1], abs=2e-4), (episode, at)
+            assert several > 0 or mode == "episode"
+            counts = node.shell.counts()
+            causes = {cause: n for cause, n in node.shell._ledger.prefilled.items() if n}
+            assert sum(causes.values()) == counts["prefill_tokens"] == node.engine.counts().prefill_tokens
+            assert counts["cached_tokens"] == node.engine.counts().cached_tokens > 0
+            assert causes["first"] > 0 and causes["turn"] > 0 and causes["eviction"] > 0
+            assert (causes.get("weight_update", 0) > 0) == (mode != "keep"), causes
+            assert w.scheduler.events.count(Paused(0, 1, "update")) == w.scheduler.events.count(Resumed(0, 1))
+            seconds = node.shell._ledger.seconds(node.engine.counts())
+            assert sum(seconds.values()) == pytest.approx(node.engine.counts().prefill_seconds)
+
+    run(main())
+
+
+def test_an_interrupted_episode_samples_what_it_would_have(folder: str) -> None:
+    """F26: the same weights under new version ids, loaded again and again: the same noise, the same tokens."""
+
+    async def main(updates: int) -> list[list[int]]:
+        async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12}), nodes=0) as w:
+            node = await start(w, folder, slots=4)
+            weights = named(model_of(1))
+            node.receiver.stage = lambda transfer, rank: asyncio.sleep(0, Staged(transfer.version, weights))  # type: ignore[method-assign]
+            for episode in range(4):
+                await w.lease(episode, task=Task(f"t{episode}", "talk", episode, {"turns": 3}), group=episode)
+            for _ in range(updates):
+                await asyncio.sleep(0.11)
+                await w.update()
+            found = []
+            for episode in range(4):
+                log = (await w.scheduler.finished(episode)).log()
+                assert sum(s.author == Author.ASSISTANT for s in log.segments) == 3
+                found.append(log.tokens.tolist())
+            assert updates == 0 or any(isinstance(e, Paused) for e in w.scheduler.events)
+            return found
+
+    assert run(main(6)) == run(main(0))
+
+
+def test_dropped_requests_are_in_the_ledger_too(folder: str) -> None:
+    from segue.ports.scheduler import Drop
+
+    async def main() -> None:
+        async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12}), nodes=0) as w:
+            node = await start(w, folder)
+            for episode in range(EPISODES):
+                await w.lease(episode, task=Task(f"t{episode}", "talk", episode, {"turns": 4}), group=EPISODES - episode)
+            for episode in range(EPISODES):
+                await asyncio.sleep(0.05)
+                await w.scheduler.push(node.name, Drop(episode, 1, "redundant"))
+                await w.scheduler.until(episode, lambda r: not r.leased)
+            counts = node.engine.counts()
+            assert node.shell._ledger.total == counts.prefill_tokens > 0 and node.shell._ledger.cached == counts.cached_tokens
+            assert counts.running == counts.waiting == 0
+
+    run(main())
