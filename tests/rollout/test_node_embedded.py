@@ -118,8 +118,6 @@ def test_an_interrupted_episode_samples_what_it_would_have(folder: str) -> None:
 
 
 def test_dropped_requests_are_in_the_ledger_too(folder: str) -> None:
-    from segue.ports.scheduler import Drop
-
     async def main() -> None:
         async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12}), nodes=0) as w:
             node = await start(w, folder)
