@@ -173,14 +173,14 @@ class ProcessWorkers:
         """The guard has ended: last of all its processes, unless it was killed itself."""
         worker = self._workers[key]
         asyncio.get_running_loop().remove_reader(worker.pidfd)
+        worker.channel.drain()  # what it said before it died still counts; and the answer to it may be to kill it
+        worker.channel.close()
         code = worker.process.wait()
-        os.close(worker.pidfd)
-        if worker.force is not None:
-            worker.force.cancel()
         if code < 0:
             worker.end_host_group()
-        worker.channel.drain()  # what it said before it died still counts
-        worker.channel.close()
+        if worker.force is not None:
+            worker.force.cancel()
+        os.close(worker.pidfd)
         del self._workers[key]
         worker.exited.set()
         if self._sink is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import random
 import re
@@ -76,6 +78,18 @@ def misbehave(how: str) -> str:
         return repr(sys.stdin.read())
     elif word == "random":
         return str(random.random())
+    elif word == "rubbish":  # writes into every socket it can find, the channel among them
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                    os.write(int(name), b"\xff" * 1000)
+    elif word == "asyncio":
+
+        async def own_loop() -> str:
+            await asyncio.sleep(0)
+            return "ran"
+
+        return asyncio.run(own_loop())
     return how
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 from pool_harness import FAULTY, PATIENCE, Node, a_task, make_config, running
 
-from envpool.environment import observation_digest
+from envpool.environment import observation_digest, play
+from envpool.suites import load_suite
 from segue.episode import ActionRecord
 from segue.errors import RunFailed, UserError
-from segue.ports.envpool import Create, EnvFailed, Restore, Step, Stepped
+from segue.ports.envpool import Create, Created, EnvFailed, Restore, Step, Stepped
 
 pytestmark = pytest.mark.processes
 
@@ -286,6 +288,83 @@ async def test_an_episode_goes_on_elsewhere_after_its_worker_died(resume: str) -
         created = await node.create(1, attempt=2, restore=restore)
         assert created.observation == replies[-1].result.observation
         assert (await node.step(1, 3, "say 3", attempt=2)).result.reward == 4.0
+
+
+async def test_an_environment_may_run_an_event_loop_of_its_own() -> None:
+    """F80: environment code never shares the transport's loop."""
+    async with running(make_config(FAULTY, workers=1, instances=1)) as shell:
+        node = Node(shell)
+        await node.create(1)
+        assert seen(await node.step(1, 0, "asyncio")) == "ran"
+
+
+async def test_rubbish_on_the_channel_costs_the_worker_only() -> None:
+    async with running(make_config(FAULTY, workers=1, instances=1)) as shell:
+        node = Node(shell)
+        await node.create(1)
+        assert (await node.fails(Step(1, 1, 0, "rubbish"))).reason == "worker_died"
+        await shell.until_free()
+        await node.create(1, attempt=2)
+
+
+async def test_a_guard_that_does_not_react_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envpool.workers.GRACE_SECONDS", 0.2)
+    async with running(make_config(FAULTY, workers=1, instances=1, step_seconds=0.3)) as shell:
+        node = Node(shell)
+        await node.create(1)
+        child = int(seen(await node.step(1, 0, "child")))
+        guard, host = shell.processes.pids()[0]
+        os.kill(guard, signal.SIGSTOP)
+        assert (await node.fails(Step(1, 1, 1, "hang"))).reason == "step_timeout"
+        await shell.until_free()
+        for pid in (guard, host, child):
+            await until_dead(pid)
+
+
+SUITES: list[tuple[str, dict[str, object]]] = [
+    ("search_qa", {}),
+    ("latency", {"turns_min": 4, "turns_max": 4}),
+    ("latency", {"turns_min": 3, "turns_max": 3, "snapshots": False}),
+]
+
+
+@pytest.mark.parametrize(("env", "args"), SUITES, ids=["search_qa", "latency", "latency-replay"])
+async def test_killed_after_every_step_and_restored_elsewhere_the_future_is_equal(env: str, args: dict[str, object]) -> None:
+    """environments.md §5: at every step of every suite, snapshot, SIGKILL, restore in another process, compare what follows."""
+    suite = load_suite(env, args)
+    task = suite.tasks("train", 1, 0)[0]
+    whole = play(suite.make(task, 0), task, suite.oracle(task))
+    actions = [turn.action for turn in whole.turns]
+    records = [ActionRecord(turn.action, observation_digest(turn.result.observation)) for turn in whole.turns]
+    async with running(make_config(env, args, workers=2, instances=1)) as shell:
+        node = Node(shell)
+        for k in range(len(actions)):
+            episode = 100 + k
+            snapshot = (await node.create(episode, task=task)).snapshot
+            stored, lost = -1, []
+            for step in range(k):
+                reply = await node.step(episode, step, actions[step])
+                if step % 2 == 0:  # only some snapshots reached the log: the rest is replayed
+                    snapshot, stored = reply.snapshot, step
+            for _, host in shell.processes.pids().values():
+                with contextlib.suppress(ProcessLookupError):
+                    if host:
+                        os.kill(host, signal.SIGKILL)
+                        lost.append(host)
+            restore = Restore(snapshot, stored, records[stored + 1 : k]) if snapshot else Restore(None, -1, records[:k])
+            created = await node.call(Create(episode, 2, task, 0, restore))
+            attempt = 2
+            while isinstance(created, EnvFailed):  # the pool may not have noticed both deaths yet
+                assert created.failure == "infra"
+                attempt += 1
+                created = await node.call(Create(episode, attempt, task, 0, restore))
+            assert isinstance(created, Created)
+            expected = whole.turns[k - 1].result.observation if k else whole.prompt
+            assert created.observation.messages == expected.messages
+            for step in range(k, len(actions)):
+                reply = await node.step(episode, step, actions[step], attempt)
+                assert reply.result == whole.turns[step].result
+            await node.close(episode, attempt)
 
 
 async def test_workers_that_cannot_load_the_suite_end_the_pool_with_the_sentence() -> None:
