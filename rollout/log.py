@@ -8,6 +8,7 @@ the environment, sample, step it, finish) follows from the log alone.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -54,7 +55,9 @@ class EpisodeLog:
     turn        the turn to be sampled, stepped or recorded next (0 after the reset's record)
     action      ids sampled in that turn so far
     waiting     the text of that turn's complete action, while its record is missing
-    sampled     tokens sampled in all; `computed` of the context are known to have had KV
+    sampled     tokens sampled in all, and `by_version`; `computed` of the context are known to have had KV
+    records     what every turn did, without its snapshot
+    info        the newest value of every number that the environment reported
     stop        strings that complete an action now
     """
 
@@ -67,7 +70,8 @@ class EpisodeLog:
         self.waiting: str | None = None
         self.sampled = 0
         self.computed = 0
-        self.newest_version = -1
+        self.by_version: Counter[int] = Counter()
+        self.records: list[TurnRecord] = []
         self.next_seq = 0
         self.checksum = 0
         self.reward = 0.0
@@ -116,6 +120,11 @@ class EpisodeLog:
         return Outcome.TRUNCATED_TOKENS if self.room < 1 else None
 
     @property
+    def newest_version(self) -> int:
+        """The newest version that sampled any of it; −1 if none did."""
+        return max(self.by_version, default=-1)
+
+    @property
     def room(self) -> int:
         """Tokens that still fit into the context, closing tokens held back."""
         return self._budget.max_tokens - self._budget.closing - len(self.tokens)
@@ -149,7 +158,7 @@ class EpisodeLog:
             self.sampled += fresh
             where = log.mask.nonzero()[0]
             self.computed = len(self.tokens) + int(where[-1])
-            self.newest_version = max(self.newest_version, int(log.versions[where].max()))
+            self.by_version.update(dict(log.sampled_by_version()))
         self.tokens.extend(log.tokens.tolist())
         if body.action_complete:
             self.waiting = body.action
@@ -203,6 +212,7 @@ class EpisodeLog:
         if record.snapshot is not None:
             self._snapshot = (record.turn, record.snapshot)
             self._replay.clear()
+        self.records.append(msgspec.structs.replace(record, snapshot=None))
         self.reward += record.reward
         self.info.update(record.info)
         self.stop = tuple(record.stop) or self.stop

@@ -24,6 +24,7 @@ from rollout.fit import fit_delta
 from rollout.gate import Gate, Passage
 from rollout.ledger import EpisodeKv, Ledger
 from rollout.log import BadLog, Budget, EpisodeLog, Phase, Piece
+from rollout.transcript import Transcripts
 from segue.clock import now
 from segue.config.rollout import RolloutConfig
 from segue.episode import DeltaBody, FailureClass, Outcome, TurnRecord, observation_hash
@@ -64,6 +65,7 @@ class Host:
     activity: ActivityClock
     emit: Callable[[NodeEvent, bool], None]
     abort: Callable[[EpisodeLoop, str], None]
+    transcripts: Transcripts | None = None
 
 
 class EpisodeLoop:
@@ -374,20 +376,20 @@ class EpisodeLoop:
 
     def _finish(self, outcome: Outcome) -> None:
         log = self.log
-        self._emit(
-            Finish(
-                episode=self.lease.episode,
-                attempt=self.lease.attempt,
-                next_seq=log.next_seq,
-                outcome=outcome,
-                turns=log.turn,
-                reward=log.reward,
-                checksum=log.checksum,
-                seconds=self._seconds(),
-                info=dict(log.info),
-            ),
-            True,
+        finish = Finish(
+            episode=self.lease.episode,
+            attempt=self.lease.attempt,
+            next_seq=log.next_seq,
+            outcome=outcome,
+            turns=log.turn,
+            reward=log.reward,
+            checksum=log.checksum,
+            seconds=self._seconds(),
+            info=dict(log.info),
         )
+        self._emit(finish, True)
+        if self._host.transcripts is not None:
+            self._host.transcripts.finished(self.lease, log, finish, now())
 
     def _fail(self, failure: str, reason: str, error: Exception) -> None:
         if self.dropped:
