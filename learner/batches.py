@@ -15,7 +15,7 @@ import numpy as np
 from learner.advantages import GroupAdvantages, group_advantages
 from learner.aggregate import token_scales
 from learner.diagnostics import Lengths, age_diagnostics, length_diagnostics, mean_info
-from learner.packing import Row, pack, plan
+from learner.packing import Row, pack, plan, useful_length
 from learner.staleness import assert_bound, keep_mask, token_ages
 from segue import wire
 from segue.config import Config
@@ -156,11 +156,12 @@ def _micro_batches(members: Sequence[Member], chosen: list[int], config: Config,
     )
     scale_of = dict(zip(chosen, scales, strict=True))
     fields: dict[str, list[Array]] = {name: [] for name in _FIELDS}
+    ends = [useful_length(member.trajectory.log.mask) for member in members]
     for i, member in enumerate(members):
         for name, value in _token_fields(member, scale_of.get(i, 0.0)).items():
-            fields[name].append(value)
-    tokens = [member.trajectory.log.tokens for member in members]
-    masks = [member.trajectory.log.mask for member in members]
+            fields[name].append(value[: ends[i]])
+    tokens = [member.trajectory.log.tokens[:end] for member, end in zip(members, ends, strict=True)]
+    masks = [member.trajectory.log.mask[:end] for member, end in zip(members, ends, strict=True)]
     live = [i for i in chosen if members[i].advantage != 0.0 and members[i].keep.any()]
     # Zero gradients are not the same as none (Adam's momentum still moves): without any live trajectory all go backward.
     parts = [(False, [i for i in chosen if i not in set(live)]), (True, live)] if live else [(True, chosen)]

@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -69,9 +70,22 @@ def model_folder(checkpoint: Path, name: str = POLICY) -> Path:
     return checkpoint / "models" / name
 
 
-def write_checkpoint(run_dir: Path, state: LearnerState, cut: bytes, tokenizer: Path | None, keep: int) -> Path:
+def read_tokenizer(path: str) -> dict[str, bytes]:
+    """The tokenizer files of a model folder (or of a model of that name), by file name; empty where there are none."""
+    folder = Path(path)
+    if folder.is_dir():
+        return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as temporary:
+        AutoTokenizer.from_pretrained(path).save_pretrained(temporary)
+        return read_tokenizer(temporary)
+
+
+def write_checkpoint(run_dir: Path, state: LearnerState, cut: bytes, tokenizer: Mapping[str, bytes], keep: int) -> Path:
     """Write `checkpoints/step_N` and then remove all but the newest `keep`. Returns its path.
 
+    `tokenizer` holds the files of `read_tokenizer`: the folder they came from may be a checkpoint that is removed here.
     Raises `RunFailed` with one sentence when the disk is full or cannot be written; older checkpoints are then untouched.
     """
     root = run_dir / "checkpoints"
@@ -96,17 +110,15 @@ def write_checkpoint(run_dir: Path, state: LearnerState, cut: bytes, tokenizer: 
     return final
 
 
-def _write_files(aside: Path, state: LearnerState, cut: bytes, tokenizer: Path | None) -> None:
+def _write_files(aside: Path, state: LearnerState, cut: bytes, tokenizer: Mapping[str, bytes]) -> None:
     for name, (tensors, configs) in state.models.items():
         folder = model_folder(aside, name)
         folder.mkdir(parents=True)
         for config in configs:
             config.save_pretrained(folder)
         _save(tensors, folder / "model.safetensors")
-        if tokenizer is not None and name == POLICY:
-            for file in TOKENIZER_FILES:
-                if (tokenizer / file).is_file():
-                    shutil.copyfile(tokenizer / file, folder / file)
+        for file, content in tokenizer.items():
+            (folder / file).write_bytes(content)
     _save(state.optimizer, aside / OPTIMIZER)
     _save(state.rng, aside / RNG)
     (aside / CUT).write_bytes(cut)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from learner.model import PackedModel
-from learner.packing import pack, plan
+from learner.packing import pack, plan, useful_length
 from segue.trajectory import TokenLog
 
 
@@ -30,9 +30,10 @@ def distill(
     Equal arguments give equal weights on one machine. `progress(step, loss)` is called after each step, steps counting from 1.
     Raises ValueError when there is nothing to learn from.
     """
-    tokens = [log.tokens for log in logs]
-    masks = [log.mask for log in logs]
-    if not any(mask.any() for mask in masks):
+    ends = [useful_length(log.mask) for log in logs]
+    tokens = [log.tokens[:end] for log, end in zip(logs, ends, strict=True) if end]
+    masks = [log.mask[:end] for log, end in zip(logs, ends, strict=True) if end]
+    if not tokens:
         raise ValueError("no demonstration has a demonstrated token")
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -41,7 +42,7 @@ def distill(
     losses = []
     for step in range(steps):
         while len(waiting) < batch:
-            waiting.extend(int(i) for i in rng.permutation(len(logs)))
+            waiting.extend(int(i) for i in rng.permutation(len(tokens)))
         chosen, waiting = waiting[:batch], waiting[batch:]
         total = sum(int(masks[i].sum()) for i in chosen)
         decay = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))

@@ -69,7 +69,7 @@ class PackedModel(nn.Module):
             )
         hidden = out.last_hidden_state[0].index_select(0, source)
         logprobs, entropies = chunked_logprobs(hidden, targets, temperature.float(), self.head, self.chunk_tokens)
-        return logprobs[:n], entropies[:n]
+        return logprobs[:n].clone(), entropies[:n]  # no view: FSDP hangs its hooks on what comes out
 
 
 def _logit_rule(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -143,7 +143,7 @@ def shard(model: PackedModel, dtype: Literal["float32", "bfloat16"]) -> None:
 
     Each decoder layer is gathered by itself; embeddings, final norm and head form the root group.
     """
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
     names = set(model.lm._no_split_modules or ())
     for module in model.lm.modules():
         if type(module).__name__ in names:

@@ -58,6 +58,12 @@ class Row:
         return self._mapped(lambda tensor: tensor.pin_memory())
 
 
+def useful_length(mask: Array) -> int:
+    """How many of a trajectory's tokens matter: those up to its last sampled one; what follows is context of nothing."""
+    sampled = np.flatnonzero(mask)
+    return int(sampled[-1]) + 1 if len(sampled) else 0
+
+
 def plan(lengths: Sequence[int], ranks: int, row_tokens: int) -> list[list[list[int]]]:
     """`[rank][row]` → indices into `lengths`: each index once, equally many rows on every rank (collectives must pair up).
 

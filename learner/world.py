@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import socket
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -10,22 +13,28 @@ import torch.distributed as dist
 from segue.errors import RunFailed
 
 
-def join_world(rank: int, world: int, address: str, seconds: float, cuda: bool = False) -> None:
+def join_world(rank: int, world: int, address: str, meet_seconds: float, collective_seconds: float, cuda: bool = False) -> None:
     """Meet the other ranks at `address` ("host:port", where rank 0 listens) and make the default process group.
 
-    nccl on GPUs, gloo on CPUs (with `cuda` both, for tensors on either side). Every later collective fails after `seconds`.
-    Raises `RunFailed` when the ranks have not met by then.
+    nccl on GPUs, gloo on CPUs (with `cuda` both, for tensors on either side). Every later collective fails after
+    `collective_seconds`. Raises `RunFailed` when the ranks have not met after `meet_seconds`.
     """
     host, _, port = address.rpartition(":")
-    timeout = datetime.timedelta(seconds=seconds)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    patience = datetime.timedelta(seconds=meet_seconds)
     try:
-        store = dist.TCPStore(host, int(port), world, is_master=rank == 0, timeout=timeout)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=timeout
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
+        if rank == 0:
+            # A socket of our own: the store's would listen on all interfaces.
+            listener = socket.create_server((host, int(port)))
+            store = dist.TCPStore(host, int(port), world, True, patience, master_listen_fd=listener.detach())
+        else:
+            store = dist.TCPStore(host, int(port), world, False, patience)
+        limit = datetime.timedelta(seconds=collective_seconds)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    except (dist.DistError, RuntimeError, OSError) as error:
         raise RunFailed(
-            f"learner-{rank}", f"The {world} learner ranks did not meet at {address} within {seconds:g} s: look at their logs."
+            f"learner-{rank}",
+            f"The {world} learner ranks did not meet at {address} within {meet_seconds:g} s: look at their logs.",
         ) from error
 
 
@@ -51,6 +60,20 @@ def from_first(value: int) -> int:
     box = torch.tensor([value], dtype=torch.int64)
     dist.broadcast(box, src=0)
     return int(box.item())
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Around work with collectives: raises `RunFailed` when another rank is dead or late. Other errors pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo raises bare RuntimeErrors, which name it (as a path of its source).
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        why = str(error).splitlines()[0]
+        raise RunFailed(f"learner-{rank}", f"Learner rank {rank} lost the other ranks ({why}): look at their logs.") from error
 
 
 def leave_world() -> None:

@@ -21,6 +21,7 @@ from learner.checkpoints import (
     latest_checkpoint,
     model_folder,
     open_checkpoint,
+    read_tokenizer,
     write_checkpoint,
 )
 from learner.model import POLICY, load_model
@@ -48,7 +49,7 @@ def _train(trainer: Trainer, config: Config = CONFIG) -> dict[str, float]:
 def _write(run: Path, trainer: Trainer, keep: int = 2, cut: bytes = b"cut", tokenizer: Path | None = None) -> Path:
     state = gather_state(trainer, keep=True)
     assert state is not None
-    return write_checkpoint(run, state, cut, tokenizer, keep)
+    return write_checkpoint(run, state, cut, read_tokenizer(str(tokenizer)) if tokenizer else {}, keep)
 
 
 @pytest.mark.parametrize("tied", [False, True])

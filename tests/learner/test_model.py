@@ -9,8 +9,9 @@ import pytest
 import torch
 from learner_data import tiny_llama
 
-from learner.model import full_tensors, load_model
+from learner.model import full_tensors, load_model, shard
 from learner.packing import pack
+from learner.world import alone, leave_world
 from segue.errors import UserError
 
 
@@ -65,3 +66,24 @@ def test_full_tensors_have_hugging_face_names_and_tied_ones_are_one_tensor(tmp_p
     assert set(tensors) == set(lm.state_dict())
     assert (tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"]) is tied
     assert full_tensors(model, keep=False) == {}
+
+
+def test_bfloat16_on_one_rank_keeps_float32_weights(tmp_path: Path) -> None:
+    lm = tiny_llama(seed=4)
+    lm.save_pretrained(tmp_path / "m")
+    ids = np.array([3, 9, 27, 4, 8])
+    row = pack([0], [ids], [np.array([0, 1, 1, 1, 1])])
+    exact, rounded = load_model(tmp_path / "m"), load_model(tmp_path / "m")
+    alone()
+    try:
+        shard(rounded, "bfloat16")
+        (want, _), (got, _) = exact(row), rounded(row)
+        got.sum().backward()
+        assert got.dtype == torch.float32
+        assert 0 < float((got - want).detach().abs().max()) < 0.1
+        assert all(p.dtype == torch.float32 and p.grad is not None for p in rounded.parameters())
+        rounded.reshard()
+        for name, tensor in full_tensors(rounded, keep=True).items():
+            assert torch.equal(tensor, lm.state_dict()[name]), name
+    finally:
+        leave_world()

@@ -24,11 +24,12 @@ def free_port() -> int:
         return port
 
 
-def run_ranks(world: int, model: Path, out: Path, section: dict[str, Any]) -> list[dict[str, Any]]:
+def run_ranks(world: int, model: Path, out: Path, sections: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What each rank found under each section."""
     port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
     commands = [
-        [sys.executable, str(HERE / "two_ranks.py"), str(rank), str(world), str(port), str(model), str(out), json.dumps(section)]
+        [sys.executable, str(HERE / "two_ranks.py"), str(rank), str(world), str(port), str(model), str(out), json.dumps(sections)]
         for rank in range(world)
     ]
     ranks = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
@@ -39,19 +40,19 @@ def run_ranks(world: int, model: Path, out: Path, section: dict[str, Any]) -> li
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("section", [{}, {"aggregation": "token", "minibatches": 2}], ids=["one step", "two steps"])
-def test_two_ranks_with_uneven_micro_batches_equal_one_rank(tmp_path: Path, section: dict[str, Any]) -> None:
+def test_two_ranks_with_uneven_micro_batches_equal_one_rank(tmp_path: Path) -> None:
     tiny_llama(seed=1).save_pretrained(tmp_path / "model")
-    (alone,) = run_ranks(1, tmp_path / "model", tmp_path, {**section, "pack_tokens": 4096})
-    both = run_ranks(2, tmp_path / "model", tmp_path, {**section, "pack_tokens": 64})
-    live = [max(len(micros) for micros in step) for step in both[0]["rows"]]
-    assert max(live) >= 3, "not several micro-batches"
-    assert both[0]["rows"] != both[1]["rows"], "not uneven"
-    for rank in both:
-        assert len(rank["gradients"]) == len(alone["gradients"])
-        for got, want in zip(rank["gradients"], alone["gradients"], strict=True):
-            torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-3)
-        for name, want in alone["weights"].items():
-            torch.testing.assert_close(rank["weights"][name], want, atol=1e-4, rtol=1e-3)
-        for got, want in zip(rank["stats"], alone["stats"], strict=True):
-            assert got == pytest.approx(want, rel=1e-3, abs=1e-5, nan_ok=True)
+    sections: list[dict[str, Any]] = [{}, {"aggregation": "token", "minibatches": 2}]
+    (alone,) = run_ranks(1, tmp_path / "model", tmp_path, [{**section, "pack_tokens": 4096} for section in sections])
+    both = run_ranks(2, tmp_path / "model", tmp_path, [{**section, "pack_tokens": 64} for section in sections])
+    for one, first, second in zip(alone, *both, strict=True):
+        assert max(len(micros) for step in first["rows"] for micros in step) >= 3, "not several micro-batches"
+        assert first["rows"] != second["rows"], "not uneven"
+        for rank in (first, second):
+            assert len(rank["gradients"]) == len(one["gradients"])
+            for got, want in zip(rank["gradients"], one["gradients"], strict=True):
+                torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-3)
+            for name, want in one["weights"].items():
+                torch.testing.assert_close(rank["weights"][name], want, atol=1e-4, rtol=1e-3)
+            for got, want in zip(rank["stats"], one["stats"], strict=True):
+                assert got == pytest.approx(want, rel=1e-3, abs=1e-5, nan_ok=True)

@@ -161,6 +161,22 @@ def test_packing_never_changes_loss_or_gradient() -> None:
             torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-5)
 
 
+def test_observations_after_the_last_action_change_nothing() -> None:
+    """Masked tokens are in no sum, denominator, sequence product or metric."""
+    config = learner_config()
+    short = random_batch(seed=7)
+    members = [
+        [(concat([t.log, context([9] * 11, Author.OBSERVATION, t.log.segments[-1].turn)]), t.turn_rewards) for t in group]
+        for group in (decode_batch(Batch(short.step, [g], short.version_steps)) for g in short.groups)
+    ]
+    long = batch_of(members, short.step, short.version_steps)
+    (one,), stats = gradients_of(trainer_at(config), prepare_batch(short, config))
+    (two,), padded = gradients_of(trainer_at(config), prepare_batch(long, config))
+    assert padded.stats == pytest.approx(stats.stats, rel=1e-5, abs=1e-9)
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-5)
+
+
 def test_leaving_out_backward_passes_that_are_zero_changes_nothing() -> None:
     rng_batch = random_batch(seed=6, groups=4)
     config = learner_config()

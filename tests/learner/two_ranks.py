@@ -1,4 +1,7 @@
-"""One rank of test_ranks.py: `python two_ranks.py RANK WORLD PORT MODEL OUT JSON-LEARNER-SECTION`. Trains three batches."""
+"""One rank of test_ranks.py: `python two_ranks.py RANK WORLD PORT MODEL OUT JSON-LEARNER-SECTIONS`.
+
+Trains three batches under each `[learner]` section, from the same model, and saves what came of it.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,7 @@ from learner.trainer import Trainer
 from learner.world import join_world, leave_world
 
 
-def main(rank: int, world: int, port: int, model_path: str, out: Path, section: dict[str, object]) -> None:
-    torch.set_num_threads(1)
-    if world > 1:
-        join_world(rank, world, f"127.0.0.1:{port}", 60.0)
+def train(rank: int, world: int, model_path: str, section: dict[str, object]) -> dict[str, object]:
     config = learner_config(learner=section)
     model = load_model(model_path)
     if world > 1:
@@ -42,7 +42,14 @@ def main(rank: int, world: int, port: int, model_path: str, out: Path, section: 
         rows.append([[sum(m.row.lengths) for m in micros] for micros in prepared.minibatches])
         stats.append(trainer.train(prepared, version=step).stats)
     weights = full_tensors(model, keep=True)
-    torch.save({"gradients": gradients, "weights": weights, "stats": stats, "rows": rows}, out / f"{world}-{rank}.pt")
+    return {"gradients": gradients, "weights": weights, "stats": stats, "rows": rows}
+
+
+def main(rank: int, world: int, port: int, model_path: str, out: Path, sections: list[dict[str, object]]) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        join_world(rank, world, f"127.0.0.1:{port}", 60.0, 60.0)
+    torch.save([train(rank, world, model_path, section) for section in sections], out / f"{world}-{rank}.pt")
     leave_world()
 
 
