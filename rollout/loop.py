@@ -24,6 +24,7 @@ from rollout.fit import fit_delta
 from rollout.gate import Gate, Passage
 from rollout.ledger import EpisodeKv, Ledger
 from rollout.log import BadLog, Budget, EpisodeLog, Phase, Piece
+from rollout.straddle import Straddle
 from rollout.transcript import Transcripts
 from segue.clock import now
 from segue.config.rollout import RolloutConfig
@@ -258,7 +259,7 @@ class EpisodeLoop:
         """Take the request's chunks as they come. Nothing may be awaited between the gate and the engine."""
         host = self._host
         self.request, self._cut = request.id, ""
-        watch = _Straddle(host.renderer, self.log.action, self.log.stop)
+        watch = Straddle(host.renderer, self.log.action, self.log.stop)
         left = max(0.0, host.config.wall_seconds - self._seconds())
         timer = asyncio.get_running_loop().call_later(left, self._wall)
         host.gate.enter(first=not self._entered)
@@ -282,7 +283,7 @@ class EpisodeLoop:
         self._wall_over = True
         self._interrupt()
 
-    def _take(self, chunk: Chunk, watch: _Straddle) -> None:
+    def _take(self, chunk: Chunk, watch: Straddle) -> None:
         host, n = self._host, len(chunk.tokens)
         for admission in chunk.admissions:
             for cause, tokens in self._kv.admit(admission).items():
@@ -323,7 +324,8 @@ class EpisodeLoop:
         if finish is FinishReason.PAUSED:
             self._emit(Paused(*self.key, "update"), True)
         elif self._parking:
-            self._emit(Paused(*self.key, "slice"), True)
+            if self.log.action:  # else the turn had not begun, and its next lease does not go on with it
+                self._emit(Paused(*self.key, "slice"), True)
         else:
             assert self._wall_over, f"request of {self.key} was aborted by nobody"
 
@@ -429,30 +431,6 @@ class EpisodeLoop:
         with self._host.activity.doing("wait_env"):
             await self._wait(future, parkable)
         return future.result()
-
-
-class _Straddle:
-    """Finds a stop string that began in an earlier part of an interrupted turn: an engine may look only at what it sampled."""
-
-    def __init__(self, renderer: ChatRenderer, before: list[int], stop: tuple[str, ...]) -> None:
-        self._renderer, self._before, self._stop = renderer, before, stop
-        text = renderer.text(before) if before and stop else ""
-        self._length = len(text)
-        self._begun = any(text.endswith(s[:i]) for s in stop for i in range(1, len(s)))
-
-    def keep(self, piece: list[int], tokens: list[int]) -> int:
-        """How many of `tokens` (sampled after `piece`) belong to the turn: all, or up to the one that completes a string."""
-        if not self._begun:
-            return len(tokens)
-        for n in range(1, len(tokens) + 1):
-            text = self._renderer.text([*self._before, *piece, *tokens[:n]])
-            found = [text.find(s, max(0, self._length - len(s) + 1)) for s in self._stop]
-            if any(0 <= at < self._length for at in found):
-                return n
-            if len(text) - self._length >= max(map(len, self._stop)):
-                self._begun = False
-                break
-        return len(tokens)
 
 
 def _digest(observation: Observation) -> int:

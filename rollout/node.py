@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rollout.chat import ChatRenderer
 from rollout.envclient import EnvClient
+from rollout.figures import Figures
 from rollout.gate import Gate
 from rollout.ledger import Ledger
 from rollout.loop import EpisodeLoop, Host
@@ -133,7 +134,7 @@ class NodeShell:
         self._outbox: Outbox | None = None
         self._inbox: OrderInbox | None = None
         self._exchange: ExchangeLoop | None = None
-        self._reported_prefill = 0
+        self._figures = Figures(engine, self._ledger, metrics)
         self._ended: asyncio.Future[None] | None = None
         self._sessions: asyncio.Task[None] | None = None
         self._service = Service(self._service_error)
@@ -254,7 +255,11 @@ class NodeShell:
         fresh = inbox.take(message)
         self._metrics.add("segue_messages_refused_total", len(message.orders) - len(fresh), reason="duplicate")
         for order in fresh:
-            self._obey(order)
+            try:
+                self._obey(order)
+            except Exception as error:  # it counts as seen and would be lost
+                self._died("orders", error)
+                raise
         return OrdersSeen(inbox.session, inbox.upto)
 
     def _obey(self, order: Order) -> None:
@@ -377,27 +382,8 @@ class NodeShell:
 
     def counts(self) -> dict[str, float]:
         """The engine's and the ledger's totals, also set as gauges and counters."""
-        engine, metrics = self._engine.counts(), self._metrics
-        metrics.add("segue_engine_prefill_tokens_total", engine.prefill_tokens - self._reported_prefill)
-        self._reported_prefill = engine.prefill_tokens
-        metrics.set("segue_requests_running", engine.running)
-        metrics.set("segue_episodes_running", len(self._running))
-        metrics.set("segue_queue_depth", engine.waiting, queue="engine")
-        metrics.set("segue_queue_depth", self._outbox.depth if self._outbox is not None else 0, queue="outbox")
-        figures = {f"prefill_{cause}": float(n) for cause, n in self._ledger.prefilled.items()}
-        return figures | {
-            "prefill_tokens": float(engine.prefill_tokens),
-            "cached_tokens": float(self._ledger.cached),
-            "decode_tokens": float(engine.decode_tokens),
-            "prefill_seconds": engine.prefill_seconds,
-            "decode_seconds": engine.decode_seconds,
-            "busy_seconds": engine.busy_seconds,
-            "running": float(engine.running),
-            "waiting": float(engine.waiting),
-            "preemptions": float(engine.preemptions),
-            "evictions": float(engine.evictions),
-            "episodes": float(len(self._running)),
-        }
+        depth = self._outbox.depth if self._outbox is not None else 0
+        return self._figures.refresh(len(self._running), depth)
 
     async def _status(self, request: GetStatus) -> Status:
         return Status(

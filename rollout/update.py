@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from segue.ports.weights import StagedWeights, WeightReceiver
 
 DRAIN_LEVEL = {"turn": Level.TURNS, "episode": Level.LEASES}
-PAUSE_SECONDS = 60.0
-"""How long the engine may take to become idle: one step, so a generous bound. Past it the engine is dead."""
 
 log = logging.getLogger(__name__)
 
@@ -130,15 +128,22 @@ class Updater:
         except NotLoaded as error:
             log.warning("update %d to version %d: %s", order.update, version, error)
             self._sync.add("segue_weight_sync_failures_total", phase=error.phase)
+            self._reopen()
             self._say(order, LoadFailed(order.update, version, str(error), False))
-        except Exception as error:
+        except asyncio.CancelledError:
+            self._reopen()
+            raise
+        except Exception as error:  # the gate stays closed: nothing may be asked of this engine any more
             self._say(order, LoadFailed(order.update, version, str(error), True))
             raise EngineDead(f"version {version} could not be loaded: {error}") from error
         else:
+            self._reopen()
             self._say(order, loaded)
         finally:
             self._clock.enter("wait_version")
-            self._gate.set(Level.OPEN if self._engine.version != NO_VERSION else Level.CLOSED)
+
+    def _reopen(self) -> None:
+        self._gate.set(Level.OPEN if self._engine.version != NO_VERSION else Level.CLOSED)
 
     def _say(self, order: BeginUpdate, event: Loaded | LoadFailed) -> None:
         if order.update == self._update and order.update > self._silent_upto:
@@ -210,29 +215,27 @@ class Updater:
         self._paused = True
         if not first:
             self._activity.begin("wait_weights")
+        doing = "become idle"
         try:
-            await self._pause(PauseMode.FREEZE if order.inflight == "keep" else PauseMode.ABORT, epoch)
-            idle = now()
-            self._clock.enter("load")
-            try:
-                await engine.load(version, staged)
-            except ValueError as error:  # nothing has changed; whatever else is raised leaves the engine paused for good
+            async with asyncio.timeout(order.deadline_seconds):
+                await engine.pause(PauseMode.FREEZE if order.inflight == "keep" else PauseMode.ABORT, epoch)
+                idle = now()
+                self._clock.enter("load")
+                doing = "load"
+                try:
+                    await engine.load(version, staged)
+                except ValueError as error:  # nothing has changed; whatever else is raised leaves the engine paused for good
+                    await engine.resume(epoch)
+                    raise NotLoaded("load", f"version {version} does not fit: {error}") from error
                 await engine.resume(epoch)
-                raise NotLoaded("load", f"version {version} does not fit: {error}") from error
-            await engine.resume(epoch)
             if first:
                 self._activity.end("wait_weights")
             pause_seconds = now() - idle
             self._metrics.observe("segue_rollout_pause_seconds", pause_seconds, reason="update")
             return idle - began, pause_seconds
+        except TimeoutError:
+            raise EngineDead(f"the engine did not {doing} within {order.deadline_seconds:g} s") from None
         finally:
             self._paused = False
             if not first:
                 self._activity.end("wait_weights")
-
-    async def _pause(self, mode: PauseMode, epoch: int) -> None:
-        try:
-            async with asyncio.timeout(PAUSE_SECONDS):
-                await self._engine.pause(mode, epoch)
-        except TimeoutError:
-            raise EngineDead(f"the engine did not become idle within {PAUSE_SECONDS:g} s") from None
