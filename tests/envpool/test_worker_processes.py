@@ -210,15 +210,17 @@ def children(pid: int) -> list[int]:
 
 POOL = """
 import asyncio, sys
-from pool_harness import FAULTY, Node, make_config, running
+from pool_harness import FAULTY, Node, Step, make_config, running
 
 async def main():
-    async with running(make_config(FAULTY, workers=2, instances=1)) as shell:
+    async with running(make_config(FAULTY, workers=3, instances=1)) as shell:
         node = Node(shell)
         pids = [pid for pair in shell.processes.pids().values() for pid in pair if pid]
         for episode, action in ((1, "child"), (2, "daemon")):
             await node.create(episode)
             pids.append(int((await node.step(episode, 0, action)).result.observation.messages[-1].content.split(": ")[1]))
+        await node.create(3)
+        await node.submit(Step(3, 1, 0, "spin"))  # this one can not even notice that its channel ended
         pids += [pid for pair in shell.processes.pids().values() for pid in pair]
         print(*sorted(set(pids)), flush=True)
         await asyncio.sleep(1000)
@@ -231,7 +233,7 @@ async def test_the_death_of_a_pool_leaves_no_worker_and_no_child_of_one() -> Non
     pool = subprocess.Popen([sys.executable, "-c", POOL], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
     assert pool.stdout is not None
     pids = [int(word) for word in pool.stdout.readline().split()]
-    assert len(pids) == 6 and all(map(exists, pids))
+    assert len(pids) == 8 and all(map(exists, pids))
     pool.kill()
     pool.wait()
     for pid in pids:
