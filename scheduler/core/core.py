@@ -215,7 +215,8 @@ class SchedulerCore:
     def _learner_rewound(self, event: LearnerRewound, now: float) -> None:
         self.batches.rewind(event.step)
         self.tables.versions.rollback(event.step)
-        self.tables.standing = True
+        self.batches.ages_changed()
+        self.tables.standing = self.tables.room = True
 
     def _stop(self, event: StopRequested, now: float) -> None:
         t = self.tables

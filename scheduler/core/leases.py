@@ -9,8 +9,6 @@ behind by less than one batch of groups.
 
 from __future__ import annotations
 
-import zlib
-
 from scheduler.core.commands import DropAttempt, Fence, Grant
 from scheduler.core.episodes import Episode
 from scheduler.core.nodes import Node
@@ -210,8 +208,3 @@ class Leases:
         if may_open and newest_group - top.group.id < self._slack:
             return None
         return top
-
-
-def sampling_seed(run_seed: int, purpose: str, group: int, member: int) -> int:
-    """The seed of an episode's sampling, the same for all its attempts; 31 bits."""
-    return zlib.crc32(f"{run_seed}/{purpose}/{group}/{member}".encode()) & 0x7FFFFFFF

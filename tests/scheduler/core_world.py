@@ -1,4 +1,5 @@
-"""A model of everything around the scheduler's core: nodes, learner, task stream; and the promises it must keep, checked on the way.
+"""A model of everything around the scheduler's core: nodes, learner, task stream; and the promises it must keep, checked on
+the way.
 
 The world keeps its own record of every token, attempt and batch, so that it can contradict the core.
 """
@@ -122,6 +123,7 @@ class World:
         self.trace: list[str] = []
         self.started_on: dict[int, set[int]] = {}
         self.stopped = False
+        self.broken = False
 
     # --- sending --------------------------------------------------------------------------------------------------------
 
@@ -143,6 +145,11 @@ class World:
         self.now = end
 
     def _carry_out(self, out: Sequence[c.Command]) -> None:
+        before, self.broken = self.broken, True
+        self._carry(out)
+        self.broken = before
+
+    def _carry(self, out: Sequence[c.Command]) -> None:
         for command in out:
             self.trace.append(repr(command))
             handler: Callable[[Any], None] | None = getattr(self, f"_on_{type(command).__name__.lower()}", None)
@@ -492,7 +499,7 @@ class World:
 
     def drain(self, steps: int, limit: int = 5000, **kwargs: Any) -> None:
         """Serve fairly until `steps` more batches are trained; anything else is a stall."""
-        target = self.trained + steps
+        target = min(self.trained + steps, self.config.steps)
         troubled = self.core.updates.barren > 0
         if not self.nodes:
             self.join("rollout-0")

@@ -9,9 +9,10 @@ from core_world import ModelLease, ModelNode, World, make_config, task
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
 from scheduler.core import events as e
 from segue.episode import State
-from segue.ports.scheduler import DeltaHead, Discarded, Finish, SliceUsed, TransferResult
+from segue.ports.scheduler import DeltaHead, Discarded, Finish, SliceUsed
 
 ANY = st.integers(0, 1 << 30)
 
@@ -73,6 +74,32 @@ class Course(RuleBasedStateMachine):
     def running(self) -> bool:
         return not self.world.fatals
 
+    # --- the ordinary course --------------------------------------------------------------------------------------------
+
+    @precondition(running)
+    @rule(things=st.integers(1, 25))
+    def go_on(self, things: int) -> None:
+        """Much goes well most of the time."""
+        for _ in range(things):
+            self.world.serve()
+
+    @precondition(running)
+    @rule(tokens=st.integers(1, 3))
+    def everybody_samples(self, tokens: int) -> None:
+        for node in list(self.world.nodes.values()):
+            for lease in list(node.leases.values()):
+                if node.version >= 0:
+                    self.world.delta(node, lease, tokens=tokens)
+
+    @precondition(running)
+    @rule()
+    def step_and_update(self) -> None:
+        """A batch is trained if there is one, and its weights arrive everywhere while episodes run."""
+        if self.world.trained in self.world.plans:
+            self.world.take()
+            self.world.train()
+        self.world.update_all()
+
     # --- nodes ----------------------------------------------------------------------------------------------------------
 
     @precondition(running)
@@ -80,13 +107,17 @@ class Course(RuleBasedStateMachine):
     def join(self, name: str, places: int) -> None:
         self.world.join(name, places)
 
-    @precondition(running)
+    def stable(self) -> bool:
+        """Not in the middle of so much trouble that the core is about to give up, rightly."""
+        return not self.world.fatals and self.world.core.updates.barren < 3
+
+    @precondition(stable)
     @rule(pick=ANY)
     def die_silently(self, pick: int) -> None:
         if (node := self._node(pick)) is not None:
             del self.world.nodes[node.name]
 
-    @precondition(running)
+    @precondition(stable)
     @rule(pick=ANY)
     def known_dead(self, pick: int) -> None:
         if (node := self._node(pick)) is not None:
@@ -94,7 +125,7 @@ class Course(RuleBasedStateMachine):
             self.world.send(e.NodeLost(node.name, node.session, "killed"))
 
     @precondition(running)
-    @rule(seconds=st.floats(0.0, 100.0), heard=st.booleans())
+    @rule(seconds=st.floats(0.0, 100.0), heard=st.sampled_from([True, True, True, False]))
     def time_passes(self, seconds: float, heard: bool) -> None:
         for node in self.world.nodes.values():
             if heard:
@@ -134,6 +165,14 @@ class Course(RuleBasedStateMachine):
     def slice_used(self, pick: int) -> None:
         if (found := self._lease(pick)) is not None:
             self.world.send(SliceUsed(*found[1].key))
+
+    @precondition(running)
+    @rule()
+    def all_slices_used(self) -> None:
+        for node in list(self.world.nodes.values()):
+            for lease in list(node.leases.values()):
+                if node.version >= 0:
+                    self.world.send(SliceUsed(*lease.key))
 
     @precondition(running)
     @rule(pick=ANY)
@@ -185,7 +224,7 @@ class Course(RuleBasedStateMachine):
         if (node := self._updating(pick)) is not None:
             self.world.load(node)
 
-    @precondition(running)
+    @precondition(stable)
     @rule(pick=ANY, fatal=st.booleans())
     def load_fails(self, pick: int, fatal: bool) -> None:
         if (node := self._updating(pick)) is not None:
@@ -197,14 +236,14 @@ class Course(RuleBasedStateMachine):
         """The core has given the run up, for a reason that it named."""
         assert all(fatal.sentence for fatal in self.world.fatals)
 
-    @precondition(running)
+    @precondition(stable)
     @rule(ok=st.sampled_from([True, True, True, False]), pick=ANY)
     def sent(self, ok: bool, pick: int) -> None:
         transfer = self.world.sending
         if transfer is not None:
             self.world.sent(ok, [] if ok or pick % 3 == 0 else [transfer.members[pick % len(transfer.members)]])
 
-    @precondition(running)
+    @precondition(stable)
     @rule()
     def sender_unreachable(self) -> None:
         transfer, self.world.sending = self.world.sending, None
@@ -231,9 +270,10 @@ class Course(RuleBasedStateMachine):
     @rule(pick=ANY)
     def rewind(self, pick: int) -> None:
         world = self.world
-        if world.trained > world.committed:
-            world.rewind(world.committed + pick % (world.trained - world.committed))
-            world.publish()
+        if pick % 4 == 0 and world.trained > world.committed:
+            world.rewind(world.committed + pick // 8 % (world.trained - world.committed))
+            if pick % 8:
+                world.publish()
 
     @precondition(running)
     @rule(step=st.integers(-1, 40))
@@ -271,7 +311,7 @@ class Course(RuleBasedStateMachine):
         assert due is None or due > self.world.now or due == pytest.approx(self.world.now)
 
     def teardown(self) -> None:
-        if not hasattr(self, "world") or self.world.fatals:
+        if not hasattr(self, "world") or self.world.fatals or self.world.broken:
             return
         if self.world.trained < self.world.config.steps:
             self.world.drain(1)
@@ -279,7 +319,8 @@ class Course(RuleBasedStateMachine):
         self.world.send(e.StopRequested("the test is over"))
         counts = self.world.core.tables.episodes.counts
         assert not any(counts[s] for s in (State.PENDING, State.LEASED, State.PARKED, State.ASSEMBLING))
-        assert self.world.core.next_deadline() is None or self.world.nodes
+        self.world.advance(1000.0)
+        assert self.world.core.next_deadline() is None, "with every node silent and no work, nothing is timed"
 
 
 COURSE = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, report_multiple_bugs=False)

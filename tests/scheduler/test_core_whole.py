@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from core_world import World, make_config
+
 from scheduler.core import events as e
 from segue.episode import State
 

@@ -1,0 +1,153 @@
+"""The exchanges of rollout nodes: sessions, numbers, repetitions, and every event of one exchange as one commit.
+
+Consumes: `exchange` calls. Waits for: the node's previous exchange, the journal, and, if the node flushes faster than its share
+of the message rate, for that long. Unblocked by: time. Produces: replies; a repeated exchange gets the reply it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from scheduler.core import events as e
+from scheduler.core.commands import Command, Refuse, Resend
+from scheduler.links import NodeLink
+from segue.clock import now as loop_now
+from segue.config import Config
+from segue.ports import scheduler as port
+from segue.ports.rpc import Peer
+
+if TYPE_CHECKING:
+    from scheduler.shell import SchedulerShell
+
+MIN_FLUSH_SECONDS = 0.1
+"""No node needs to report ordinary deltas more often; what is urgent is flushed at once anyway."""
+EXCHANGE_SHARE = 0.8
+"""Of `scheduler.messages_per_second`, exchanges may take this share; the learner's and the driver's calls have the rest."""
+
+
+class Exchanges:
+    """All node links by name."""
+
+    def __init__(self, shell: SchedulerShell, config: Config) -> None:
+        self._shell = shell
+        self._lease_seconds = config.scheduler.lease_seconds
+        self._rate = EXCHANGE_SHARE * config.scheduler.messages_per_second
+        self._links: dict[str, NodeLink] = {}
+
+    def link(self, name: str) -> NodeLink:
+        """The channel to a node, known or new."""
+        link = self._links.get(name)
+        if link is None:
+            count = self._shell.core.tables.tally.count
+            link = self._links[name] = NodeLink(name, self._lease_seconds / 3, self._shell.spawn, count)
+        return link
+
+    def connect(self, name: str, peer: Peer) -> None:
+        """Orders for this node go to `peer` from now on."""
+        link = self.link(name)
+        link.peer = peer
+        link.push()
+
+    def counts(self) -> dict[str, dict[str, float]]:
+        """What each node last said of itself."""
+        return {name: link.counts for name, link in self._links.items() if link.counts}
+
+    async def exchange(self, exchange: port.Exchange) -> port.ExchangeReply:
+        """Answer one exchange."""
+        link = self.link(exchange.node)
+        async with link.lock:
+            reply = await self._answer(link, exchange)
+            pause = link.replied_at + self._spacing() - loop_now()
+            if pause > 0:  # keeps all nodes together within the message rate, however often they flush
+                await asyncio.sleep(pause)
+            link.replied_at = loop_now()
+            return reply
+
+    async def _answer(self, link: NodeLink, exchange: port.Exchange) -> port.ExchangeReply:
+        shell = self._shell
+        tally = shell.core.tables.tally
+        if exchange.session > link.session and exchange.info is not None:
+            link.begin(exchange.session)
+            info = exchange.info
+            return await self._take_in(link, exchange, e.NodeJoined(link.name, exchange.session, info.max_episodes, info.slots))
+        if exchange.session != link.session or link.over:
+            tally.count("refused", "stale_session")
+            return self._reply(exchange, fenced=True)
+        heard = e.NodeHeard(link.name, exchange.session)
+        if link.reply is not None and exchange.number <= link.number:
+            tally.count("refused", "duplicate")
+            await shell.commit("exchange", [heard])
+            return msgspec.structs.replace(link.reply, number=exchange.number)
+        if exchange.number != link.number + 1:
+            # It has had replies that this life of the scheduler never gave: they share no state any more.
+            tally.count("refused", "unexpected")
+            await shell.commit("exchange", [e.NodeLost(link.name, exchange.session, "exchange number")])
+            return self._reply(exchange, fenced=True)
+        return await self._take_in(link, exchange, heard)
+
+    async def _take_in(self, link: NodeLink, exchange: port.Exchange, heard: e.NodeJoined | e.NodeHeard) -> port.ExchangeReply:
+        """Every event of the exchange, in order, as one commit."""
+        shell, now = self._shell, loop_now()
+        refused: dict[tuple[int, int], None] = {}
+        resend: dict[tuple[int, int, int], None] = {}
+        with shell.clock.in_state("dispatch"):
+            after = shell.take(heard, now)[1]
+            for event in exchange.events:
+                commands, thunks = self._take_in_one(exchange, event, now)
+                after += thunks
+                for command in commands:
+                    if isinstance(command, Refuse):
+                        refused[command.episode, command.attempt] = None
+                    elif isinstance(command, Resend):
+                        resend[command.episode, command.attempt, command.seq] = None
+        link.seen(exchange.session, exchange.orders_seen)
+        link.counts = exchange.counts
+        link.number = exchange.number
+        reply = link.reply = self._reply(exchange, list(refused), list(resend), fenced=link.over)
+        await shell.settle("exchange", now, after)
+        return reply
+
+    def _take_in_one(
+        self, exchange: port.Exchange, event: port.NodeEvent, now: float
+    ) -> tuple[Sequence[Command], list[Callable[[], None]]]:
+        shell, queue = self._shell, self._shell.queue
+        if isinstance(event, port.Delta):
+            commands, after = shell.take(event.head, now)
+            if not commands:
+                queue.append(event.head.episode, event.payload)
+            return commands, after
+        if isinstance(event, port.Loaded | port.LoadFailed):
+            return shell.take(e.FromNode(exchange.node, exchange.session, event), now)
+        if isinstance(event, port.Finish):
+            whole = event.next_seq == queue.count(event.episode)
+            if whole and event.checksum != queue.checksum(event.episode):
+                return shell.take(port.Fail(event.episode, event.attempt, "infra", "checksum"), now)
+            commands, after = shell.take(event, now)
+            if not any(isinstance(command, Refuse | Resend) for command in commands):
+                queue.finished(event.episode)
+            return commands, after
+        return shell.take(event, now)
+
+    def _reply(
+        self,
+        exchange: port.Exchange,
+        refused: list[tuple[int, int]] | None = None,
+        resend: list[tuple[int, int, int]] | None = None,
+        fenced: bool = False,
+    ) -> port.ExchangeReply:
+        return port.ExchangeReply(
+            number=exchange.number,
+            refused=refused or [],
+            resend=resend or [],
+            flush_after=max(MIN_FLUSH_SECONDS, 2 * self._spacing()),
+            lease_seconds=self._lease_seconds,
+            fenced=fenced,
+        )
+
+    def _spacing(self) -> float:
+        """Seconds between two exchanges of one node at which all nodes together use their share of the message rate."""
+        return max(1, len(self._shell.core.tables.nodes)) / self._rate
