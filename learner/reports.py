@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import numpy as np
 from learner.batches import Member, PreparedBatch
 from learner.trainer import StepStats
 from segue.metrics import Metrics
+from segue.rundir import SampledTrajectories
 from segue.trajectory import Author
 
 log = logging.getLogger(__name__)
@@ -46,31 +46,23 @@ def record_step(metrics: Metrics, env: str, done: StepStats) -> None:
 
 
 class TrajectorySamples:
-    """Writes one trajectory per step to `run_dir/trajectories/step_<n>.json` and keeps the newest `keep` files.
+    """Keeps one trained trajectory per step, with what the learner made of it, as `trajectories/learner-0-<number>.json`.
 
-    Text is decoded where `tokenizer` (the model's tokenizer files) has a tokenizer.json. These files are for reading only: one
-    that cannot be written is logged as a warning and does not end the run.
+    Text is decoded where `tokenizer` (the model's tokenizer files) has a tokenizer.json.
     """
 
     def __init__(self, run_dir: Path, tokenizer: Mapping[str, bytes], seed: int, keep: int) -> None:
-        self._folder = run_dir / "trajectories"
+        folder = run_dir / "trajectories"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._kept = SampledTrajectories(folder, "learner-0", keep)
         self._seed = seed
-        self._keep = keep
         self._tokenizer = _tokenizer(tokenizer.get("tokenizer.json"))
 
     def write(self, batch: PreparedBatch) -> None:
-        """Write the sample of a batch: the same one for the same seed and step."""
-        if not self._keep or not batch.members:
-            return
-        member = batch.members[int(np.random.default_rng([self._seed, batch.step]).integers(len(batch.members)))]
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path = self._folder / f"step_{batch.step:06d}.json"
-            path.write_text(json.dumps(self._told(batch.step, member), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-            for old in sorted(self._folder.glob("step_*.json"))[: -self._keep]:
-                old.unlink()
-        except OSError as error:
-            log.warning("the sampled trajectory of step %d was not written to %s: %s", batch.step, self._folder, error)
+        """Write the sample of a batch, the same one for the same seed and step. Raises `RunFailed` when the disk is full."""
+        if batch.members:
+            member = batch.members[int(np.random.default_rng([self._seed, batch.step]).integers(len(batch.members)))]
+            self._kept.save(lambda: self._told(batch.step, member))
 
     def _told(self, step: int, member: Member) -> dict[str, Any]:
         trajectory = member.trajectory

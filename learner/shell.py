@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
 import torch
 
 from learner.batches import PreparedBatch
@@ -113,7 +112,7 @@ class LearnerShell:
         self._trainer: Trainer | None = None
         self._feed: BatchFeed | None = None
         self._saved_step = -1
-        self._reported: TrainedReport | None = None
+        self._cut: bytes | None = None
         self._stopping = False
         self._ended = asyncio.Event()
         self._transfers: dict[int, asyncio.Task[None]] = {}
@@ -151,7 +150,7 @@ class LearnerShell:
             while self._trainer.step < self.config.steps:
                 batch = await self._next_batch(self._trainer.step)
                 if batch is None:
-                    await self._last_checkpoint()
+                    await self._checkpoint()
                     break
                 await self._step(batch)
         finally:
@@ -204,16 +203,17 @@ class LearnerShell:
         trainer = self._trainer
         assert trainer is not None
         done = await self._train(trainer, batch)
-        every = self.config.checkpoint.every
-        due = trainer.step == self.config.steps or (every > 0 and trainer.step % every == 0)
-        cut = None
         if self.rank == 0:
             record_step(self._metrics, self.config.task.env, done)
             if self._samples is not None:
                 self._samples.write(batch)
-            cut = await self._report(done, due)
-        if due:
-            await self._checkpoint(cut)
+            # The cut is small, and a stop can make a checkpoint of any step: it is taken with every acknowledgement.
+            seconds = {f"{phase}_seconds": value for phase, value in done.seconds.items()}
+            report = TrainedReport(done.step, {**done.stats, **seconds}, done.ages, cut=True)
+            self._cut = (await self._ask(TRAINED, report)).cut
+        every = self.config.checkpoint.every
+        if trainer.step == self.config.steps or (every > 0 and trainer.step % every == 0):
+            await self._checkpoint()
         await self._publish()
 
     async def _train(self, trainer: Trainer, batch: PreparedBatch) -> StepStats:
@@ -229,38 +229,25 @@ class LearnerShell:
         finally:
             self._clock.enter("other")
 
-    async def _report(self, done: StepStats, cut: bool) -> bytes | None:
-        seconds = {f"{phase}_seconds": value for phase, value in done.seconds.items()}
-        self._reported = TrainedReport(done.step, {**done.stats, **seconds}, done.ages, cut)
-        return (await self._ask(TRAINED, self._reported)).cut
-
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    async def _checkpoint(self, cut: bytes | None) -> None:
-        """Save the weights of the step just reported with the scheduler's cut at that acknowledgement."""
+    async def _checkpoint(self) -> None:
+        """Save the weights of the step reported last with the scheduler's cut at that acknowledgement; once per step."""
         trainer = self._trainer
         assert trainer is not None
+        if trainer.step in (0, self._saved_step):
+            return
         began = now()
         with self._clock.in_state("checkpoint"):
             state = await self._in_order(lambda: gather_state(trainer, keep=self.rank == 0))
             self._saved_step = trainer.step
             if state is not None:
-                assert cut is not None, "the scheduler gave no cut for a checkpoint"
-                keep = self.config.checkpoint.keep
+                cut, keep = self._cut, self.config.checkpoint.keep
+                assert cut is not None, "the scheduler gave no cut"
                 path = await self._in_order(lambda: write_checkpoint(self._run_dir, state, cut, self._tokenizer, keep))
                 await self._ask(COMMITTED, Committed(trainer.step))
                 log.info("checkpoint %s", path)
         self._metrics.observe("segue_learner_step_seconds", now() - began, phase="checkpoint")
-
-    async def _last_checkpoint(self) -> None:
-        """On a stop: save what was trained since the last checkpoint; the cut comes with the repeated acknowledgement."""
-        assert self._trainer is not None
-        if self._trainer.step in (0, self._saved_step):
-            return
-        cut = None
-        if self._reported is not None:  # on rank 0
-            cut = (await self._ask(TRAINED, msgspec.structs.replace(self._reported, cut=True))).cut
-        await self._checkpoint(cut)
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
