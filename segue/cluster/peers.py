@@ -23,7 +23,8 @@ class LocalPeer:
 
     async def call(self, method: str, body: bytes, timeout: float) -> bytes:
         try:
-            return await asyncio.wait_for(self._handler.handle(method, body), timeout)
+            async with asyncio.timeout(timeout):  # not wait_for, which in Python 3.11 can swallow a cancellation
+                return await self._handler.handle(method, body)
         except TimeoutError:
             raise PeerTimeout(f"{self.name} did not answer {method} within {timeout:g} s") from None
 
@@ -40,7 +41,8 @@ class RayPeer:
 
         try:
             reference = self._handle.call.remote(method, body)
-            reply = await asyncio.wait_for(asyncio.wrap_future(reference.future()), timeout)
+            async with asyncio.timeout(timeout):
+                reply = await asyncio.wrap_future(reference.future())
         except TimeoutError:
             raise PeerTimeout(f"{self.name} did not answer {method} within {timeout:g} s") from None
         except ray.exceptions.RayError as error:
