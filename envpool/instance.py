@@ -23,6 +23,7 @@ class Instance:
         self._snapshot_bytes = snapshot_bytes
         self._defer = defer
         self._environment: Environment | None = None
+        self._timed: Timed | None = None
 
     def perform(self, call: Call) -> Reply:
         """Do what is asked, on the caller's thread. Raises only `SimulatedCrash`."""
@@ -37,8 +38,7 @@ class Instance:
 
     def owed(self) -> float:
         """Seconds the last call should still take (deferred environments only)."""
-        environment = self._environment
-        return environment.owed() if self._defer and isinstance(environment, Timed) else 0.0
+        return self._timed.owed() if self._timed is not None else 0.0
 
     def _perform(self, call: Call) -> Reply:
         if isinstance(call, Dispose):
@@ -46,7 +46,8 @@ class Instance:
         if isinstance(call, Make):
             self._environment = self._suite.make(call.task, call.member, call.attempt)
             if self._defer and isinstance(self._environment, Timed):
-                self._environment.defer()
+                self._timed = self._environment
+                self._timed.defer()
             return Made(call.instance, call.call, Resume(self._environment.resume))
         environment = self._environment
         assert environment is not None, "an instance is made before it is used"

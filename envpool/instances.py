@@ -62,6 +62,7 @@ class Instances:
         self._instances: dict[int, Instance] = {}
         self._hosted: list[set[int]] = [set() for _ in range(limits.workers)]
         self._queue: deque[int] = deque()
+        self._depth = 0
         self._first_seen: OrderedDict[tuple[str, int], int] = OrderedDict()
         self._numbers = itertools.count(1)
         self._deadlines = Deadlines()
@@ -156,7 +157,9 @@ class Instances:
             self.out.append(spawn)
         while self._queue and self._serve(now, self._instances.get(self._queue[0])):
             self._queue.popleft()
-        self._metrics.set("segue_queue_depth", len(self._queue), queue="requests")
+        if len(self._queue) != self._depth:
+            self._depth = len(self._queue)
+            self._metrics.set("segue_queue_depth", self._depth, queue="requests")
         out = self.out
         self.out = []
         return out

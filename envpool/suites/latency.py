@@ -113,7 +113,7 @@ class LatencyEnvironment:
     def reset(self, task: Task, seed: int) -> Observation:
         self._task = task
         self._state = _State(last=self._text(0))
-        slow = self._fault("slow_reset", -1) < self._args.slow_reset
+        slow = self._strikes("slow_reset", -1, self._args.slow_reset)
         self._spend(self._args.slow_reset_seconds if slow else self._args.reset_seconds)
         return self._observation()
 
@@ -122,7 +122,7 @@ class LatencyEnvironment:
         if state.turn >= self._turns:
             raise RuntimeError("step after the end of the episode")
         self._fail(state.turn)
-        hangs = self._fault("hang", state.turn) < args.hang
+        hangs = self._strikes("hang", state.turn, args.hang)
         self._spend(math.inf if hangs else draw_seconds(args, self._draw(f"{self._member}/{state.turn}/seconds")))
         state.right += int(action.strip() == self._word(state.turn))
         state.turn += 1
@@ -145,14 +145,15 @@ class LatencyEnvironment:
     def _draw(self, what: str) -> random.Random:
         return random.Random(f"latency/{self._task.seed}/{what}")
 
-    def _fault(self, what: str, turn: int) -> float:
-        return self._draw(f"{self._member}/{self._attempt}/{turn}/{what}").random()
+    def _strikes(self, what: str, turn: int, probability: float) -> bool:
+        """Whether a fault is drawn here, in this attempt."""
+        return probability > 0.0 and self._draw(f"{self._member}/{self._attempt}/{turn}/{what}").random() < probability
 
     def _fail(self, turn: int) -> None:
-        if self._fault("exception", turn) < self._args.exception:
+        if self._strikes("exception", turn, self._args.exception):
             self._owed = 0.0
             raise RuntimeError(f"drawn exception in turn {turn}")
-        if self._fault("crash", turn) < self._args.crash:
+        if self._strikes("crash", turn, self._args.crash):
             if self._deferred:
                 raise SimulatedCrash(f"drawn crash in turn {turn}")
             os._exit(70)
