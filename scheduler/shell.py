@@ -277,13 +277,13 @@ class SchedulerShell:
     def _reap(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the scheduler failed", exc_info=error)
             self._broken(error)
 
     def _broken(self, error: BaseException) -> None:
         if isinstance(error, RunFailed):
             self.fail(error.part, error.sentence)
         else:
+            log.error("the scheduler failed", exc_info=error)
             self.fail("scheduler", f"The scheduler failed: {type(error).__name__}: {error} (its log has the traceback).")
 
     # --- spilling -------------------------------------------------------------------------------------------------------

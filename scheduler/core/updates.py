@@ -70,11 +70,12 @@ class Updates:
     def published(self, step: int, address: str, trained: int) -> None:
         """The learner has weights of `step`. Publishing the newest step again (a lost reply) gives no new version."""
         versions = self._t.versions
-        self._address = address
-        if versions.newest != NO_VERSION and versions.step(versions.newest) == step:
-            return
-        if step != trained:
+        again = versions.newest != NO_VERSION and versions.step(versions.newest) == step
+        if step != trained and not again:
             raise ValueError(f"weights of step {step} are published, but {trained} steps are trained")
+        self._address = address
+        if again:
+            return
         versions.publish(step)
         self._t.standing = True
 

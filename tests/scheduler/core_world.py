@@ -13,6 +13,8 @@ from typing import Any
 from scheduler.core import SchedulerCore
 from scheduler.core import commands as c
 from scheduler.core import events as e
+from scheduler.core.restart import CoreCut
+from segue import wire
 from segue.config import Config
 from segue.config.root import resolve
 from segue.episode import State, Task
@@ -94,6 +96,7 @@ class World:
     def __init__(self, config: Config, task_count: int | None = None, extra: int = 0, auto_tasks: bool = True) -> None:
         self.config = config
         self.core = SchedulerCore(config, task_count, extra)
+        self.extra = extra
         self.task_count = task_count or config.task.train_tasks
         self.now = 0.0
         self.auto_tasks = auto_tasks
@@ -124,6 +127,7 @@ class World:
         self.started_on: dict[int, set[int]] = {}
         self.stopped = False
         self.broken = False
+        self.cut: CoreCut | None = None
 
     # --- sending --------------------------------------------------------------------------------------------------------
 
@@ -375,6 +379,7 @@ class World:
     def train(self) -> None:
         self.trained += 1
         self.send(e.BatchTrained(self.trained - 1))
+        self.cut = wire.decode(wire.encode(self.core.cut()), CoreCut)
 
     def commit(self) -> None:
         self.committed = self.trained
@@ -387,6 +392,24 @@ class World:
         self.published = -1
         self.steps = {version: min(old, step) for version, old in self.steps.items()}
         self.send(e.LearnerRewound(step))
+
+    def crash_and_resume(self) -> None:
+        """The whole run dies and goes on from the cut of the last trained step; beside it only the version ledger survives."""
+        assert self.cut is not None
+        step, lives = self.cut.step, self.core
+        self.core = SchedulerCore(self.config, self.task_count, self.extra)
+        self.core.restore(self.cut, lives.tables.versions.next_id)
+        self.nodes.clear()
+        self.sending = None
+        self.wanted_tasks = 0
+        self.logs.clear()
+        self.history.clear()
+        self.plans = {k: plan for k, plan in self.plans.items() if k < step}
+        self.trained = self.committed = step
+        self.published = -1
+        self.steps = {version: min(old, step) for version, old in self.steps.items()}
+        self.evals_done.clear()
+        self.send(e.TrainingOpened(self.config.steps))
 
     def update_all(self) -> None:
         """Publish, send, and let every node load."""

@@ -1,4 +1,4 @@
-"""Fake peers for the scheduler's shell: rollout nodes and a learner, on one logical loop, over a channel that loses and repeats."""
+"""Fake peers for the scheduler's shell: nodes and a learner on one logical loop, over a channel that loses and repeats."""
 
 from __future__ import annotations
 
@@ -63,6 +63,13 @@ class Channel:
         return reply
 
 
+class Broadcasts(dict[int, asyncio.Event]):
+    """Which transfers the learner has sent: nodes have nothing to load before."""
+
+    def of(self, transfer: int) -> asyncio.Event:
+        return self.setdefault(transfer, asyncio.Event())
+
+
 class FakeNode:
     """A rollout node that samples nothing but keeps the protocol: deltas of `turns` turns, then a finish."""
 
@@ -88,6 +95,7 @@ class FakeNode:
         self.fenced = 0
         self.corrupt: set[int] = set()
         self.ignores_updates = False
+        self.broadcasts = Broadcasts()
         self.tasks: set[asyncio.Task[None]] = set()
         self.alive = True
         self.up = Channel("scheduler-0", shell.handle, loss, seed=hash(name) % 1000)
@@ -187,7 +195,13 @@ class FakeNode:
                 work.cancel()
 
     async def _update(self, order: port.BeginUpdate) -> None:
-        await asyncio.sleep(0.3)
+        try:
+            async with asyncio.timeout(order.transfer.deadline_seconds):
+                await self.broadcasts.of(order.transfer.transfer).wait()
+        except TimeoutError:
+            self._say(port.LoadFailed(order.update, order.transfer.version, "transfer", False), urgent=True)
+            return
+        await asyncio.sleep(0.1)
         self.version = order.transfer.version
         self._say(port.Loaded(order.update, order.transfer.version, 0.1, 0.0, 0.1), urgent=True)
 
@@ -250,6 +264,7 @@ class FakeLearner:
         self.groups: set[int] = set()
         self.transfers: list[port.Transfer] = []
         self.sends = True
+        self.broadcasts = Broadcasts()
         self.stopped = ""
         self.tasks: set[asyncio.Task[None]] = set()
         self.up = Channel("scheduler-0", shell.handle, loss, seed=77)
@@ -275,6 +290,7 @@ class FakeLearner:
 
     async def _sent(self, transfer: port.Transfer) -> None:
         await asyncio.sleep(0.2)
+        self.broadcasts.of(transfer.transfer).set()
         result = port.TransferResult(transfer.version, transfer.transfer, True, [], "", 1000, 0.05, 0.2)
         await self._call(port.TRANSFER_RESULT, result)
 
@@ -307,8 +323,9 @@ class FakeLearner:
             if reply.stop:
                 self.stopped = reply.stop
                 return None
-            if reply.batch is not None:
-                return reply.batch
+            batch: port.Batch | None = reply.batch
+            if batch is not None:
+                return batch
 
     def _check(self, batch: port.Batch) -> None:
         assert batch.step == self.step
@@ -352,6 +369,8 @@ class ShellWorld:
         self.loss = loss
         self.nodes = [FakeNode(f"rollout-{i}", self.shell, self.config, loss) for i in range(nodes)]
         self.learner = FakeLearner(self.shell, self.config, loss, first_step)
+        for node in self.nodes:
+            node.broadcasts = self.learner.broadcasts
         self.driver = Channel("scheduler-0", self.shell.handle)
 
     async def start(self) -> None:

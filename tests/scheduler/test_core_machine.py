@@ -275,6 +275,12 @@ class Course(RuleBasedStateMachine):
             if pick % 8:
                 world.publish()
 
+    @precondition(lambda self: self.running() and self.world.cut is not None)
+    @rule(pick=ANY)
+    def crash_and_resume(self, pick: int) -> None:
+        if pick % 3 == 0:
+            self.world.crash_and_resume()
+
     @precondition(running)
     @rule(step=st.integers(-1, 40))
     def learner_confused(self, step: int) -> None:

@@ -92,7 +92,7 @@ def test_a_node_that_comes_back_joins_under_a_new_session(tmp_path: Path) -> Non
 
 
 def test_a_frozen_node_learns_that_it_is_fenced(tmp_path: Path) -> None:
-    """It missed an update's deadline: the update goes on, its exchange says `fenced`, and it joins anew with the newest weights."""
+    """It missed an update's deadline: the update goes on, its exchange says `fenced`, and it joins anew."""
 
     async def course() -> None:
         world = ShellWorld(tmp_path, steps=30, update__deadline_seconds=5.0)
