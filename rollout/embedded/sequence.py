@@ -115,8 +115,7 @@ class Sequence:
 
     def admitted(self, admission: Admission, kv_version: int) -> None:
         """It got a slot whose KV is of `kv_version`."""
-        if kv_version != self.kv_version and self._logprobs:
-            self.flush()  # a chunk has one kv_version
+        assert kv_version == self.kv_version or not self._logprobs, "a chunk has one kv_version; pauses flush"
         self._admissions.append(admission)
         self.lineage = self.kv_version = kv_version
 

@@ -458,8 +458,8 @@ class EngineContract:
     async def test_a_forgotten_episode_has_lost_nothing(self, harness: Harness) -> None:
         engine = await harness.engine(slots=1)
         await run(engine, ask(prompt(104, 20), episode=1))
+        await run(engine, ask(prompt(105, 20), episode=2))  # where there is one slot, it takes 1's place
         engine.forget(1)
-        await run(engine, ask(prompt(105, 20), episode=2))
         engine.forget(3)
         again = await run(engine, ask(prompt(106, 20), episode=1))
         assert again.admissions[0].lost == ""

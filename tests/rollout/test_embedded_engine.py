@@ -241,6 +241,28 @@ async def test_rows_that_move_together_keep_their_kv(folder: str) -> None:
     check(got, turn)
 
 
+async def test_a_waiting_episodes_kv_survives_among_rows_that_decode(folder: str) -> None:
+    """One hole among eight rows is stepped over, not moved: nothing may be written where the episode's KV waits."""
+    engine = await started(folder, slots=9)
+    requests = [ask(prompt(i, 10 + i), max_tokens=30 if i else 3, seed=i, episode=i) for i in range(9)]
+    answers = await asyncio.gather(*[run(engine, r) for r in requests])
+    turn = requests[0].tokens + answers[0].tokens + [5]
+    got = await run(engine, ask(turn, episode=0))
+    assert got.admissions[0].prefilled == 1
+    check(got, turn)
+
+
+async def test_kv_that_an_update_left_behind_makes_room_first(folder: str) -> None:
+    """Unless kept on purpose: then an episode of the older lineage comes back for it."""
+    for mode, evictions in ((PauseMode.ABORT, 0), (PauseMode.FREEZE, 1)):
+        engine = await started(folder, slots=2)
+        await run(engine, ask(prompt(1, 20), episode=1))
+        await load(engine, 1, epoch=2, mode=mode)
+        for episode in (2, 3):
+            await run(engine, ask(prompt(episode, 20), episode=episode, lineage=1))
+        assert engine.counts().evictions == evictions
+
+
 # --- stop strings ----------------------------------------------------------------------------------------------------------
 
 
@@ -458,6 +480,21 @@ async def test_chunks_come_in_pieces_of_the_asked_size(folder: str) -> None:
     engine = await started(folder, chunk_tokens=4)
     sizes = [len(chunk.tokens) async for chunk in engine.generate(ask(prompt(1, 9), max_tokens=10))]
     assert sizes == [4, 4, 2]
+
+
+async def test_a_pause_hands_out_what_no_chunk_was_full_of(folder: str) -> None:
+    engine = await started(folder, chunk_tokens=100)
+    consumer = Consumer(engine, ask(prompt(1, 9), max_tokens=50))
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert not consumer.got.tokens
+    await engine.pause(PauseMode.FREEZE, 2)
+    assert len(consumer.got.tokens) == engine.counts().decode_tokens >= 5
+    await engine.pause(PauseMode.FREEZE, 1)  # late: neither waits nor changes anything
+    await engine.resume(2)
+    await engine.pause(PauseMode.ABORT, 2)
+    assert not consumer.task.done() and engine.stale_controls == 2
+    assert (await consumer.task).finish == FinishReason.LENGTH
 
 
 async def test_a_folder_that_holds_no_model_is_a_sentence(tmp_path: Path) -> None:

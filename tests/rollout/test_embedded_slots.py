@@ -138,6 +138,32 @@ def test_kv_that_an_update_made_useless_goes_first_and_is_no_eviction() -> None:
     assert last_admission(back).lost == "weight_update"
 
 
+def test_kv_evicted_before_an_update_would_have_been_useless_anyway() -> None:
+    policy = SlotPolicy(1)
+    for episode, tokens in ((1, A), (2, B)):
+        s = sequence(tokens, episode=episode)
+        policy.admit([s], 0)
+        policy.park(s)
+    policy.loaded(kept=False)
+    back = sequence(A, episode=1, lineage=1)
+    policy.admit([back], 1)
+    assert last_admission(back).lost == "weight_update"
+
+
+def test_what_was_recomputed_is_of_the_new_lineage() -> None:
+    """Displaced, recomputed under newer weights, displaced again: the second loss is a preemption, not an update."""
+    policy = SlotPolicy(1)
+    s = sequence(A, episode=1, priority=5)
+    lost = []
+    for version in (0, 1, 1):
+        policy.admit([s], version)
+        lost.append(last_admission(s).lost)
+        urgent = sequence(B, lineage=version)
+        policy.admit([urgent], version)
+        policy.drop(urgent)
+    assert lost == ["", "preemption", "preemption"] and s.lineage == s.kv_version == 1
+
+
 def test_an_older_group_displaces_the_youngest_and_it_comes_back_with_what_it_had() -> None:
     policy = SlotPolicy(2)
     older, younger = sequence(A, priority=1), sequence(B, priority=2, episode=7)
