@@ -115,7 +115,7 @@ async def until_dead(pid: int) -> None:
 @pytest.mark.parametrize("how", ["hang", "spin"])
 async def test_a_step_past_its_deadline_costs_the_worker_and_everything_below_it(how: str) -> None:
     """F72, F79: also one that never lets go of the interpreter lock; children in and outside the process group are gone."""
-    async with running(make_config(FAULTY, workers=1, instances=2, step_seconds=0.3)) as shell:
+    async with running(make_config(FAULTY, workers=1, instances=2, step_seconds=1.5)) as shell:
         node = Node(shell)
         await node.create(1)
         await node.create(2)
@@ -311,7 +311,7 @@ async def test_rubbish_on_the_channel_costs_the_worker_only() -> None:
 
 async def test_a_guard_that_does_not_react_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envpool.workers.GRACE_SECONDS", 0.2)
-    async with running(make_config(FAULTY, workers=1, instances=1, step_seconds=0.3)) as shell:
+    async with running(make_config(FAULTY, workers=1, instances=1, step_seconds=1.5)) as shell:
         node = Node(shell)
         await node.create(1)
         child = int(seen(await node.step(1, 0, "child")))
