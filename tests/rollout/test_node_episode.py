@@ -163,6 +163,16 @@ def test_a_long_observation_is_cut_and_says_so() -> None:
     assert finish_of(record).outcome == Outcome.TERMINATED and finish_of(record).turns == 2, "a whole action still fitted"
 
 
+@pytest.mark.parametrize(("words", "next_action", "cut"), [(169, 1, False), (170, 10, True)])
+def test_an_observation_is_whole_if_a_single_token_can_follow_it(words: int, next_action: int, cut: bool) -> None:
+    """Prompt 15, action 10 + 1, and three tokens around the observation: 169 words leave one token and its close of 200."""
+    cfg = config(rollout={"max_tokens": 200, "max_turn_tokens": 10})
+    record, w = one(talk(turns=2, reply=" ".join(["lamp"] * words)), World(cfg, policy=lambda request, index: 20))
+    assert w.node.engine.requests[1].max_tokens == next_action
+    observation = next(b.log for b in record.bodies() if b.record is not None and b.record.turn == 0)
+    assert (observation.tokens.tolist().count(made.words().convert_tokens_to_ids("lamp")) < words) == cut
+
+
 def test_an_observation_bound_of_its_own() -> None:
     text = " ".join(["lamp"] * 100)
     cfg = config(rollout={"max_observation_tokens": 40})

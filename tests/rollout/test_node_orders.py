@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from fake_engine import FakeEngine
 from fake_scheduler import Record
-from node_world import World, config, run, until
+from node_world import World, config, renderer, run, until
 
 from segue.episode import Task
 from segue.ports.engine import GenerateRequest
@@ -97,6 +98,23 @@ def test_slices_are_reported_once_and_the_episode_goes_on() -> None:
             assert w.scheduler.events.count(SliceUsed(0, 1)) == 1
             await w.scheduler.finished(0)
             assert w.scheduler.events.count(SliceUsed(0, 1)) == 2
+
+    run(main())
+
+
+def test_a_dropped_attempt_says_nothing_more() -> None:
+    """Not even about the tokens that the engine hands over when its request ends."""
+
+    async def main() -> None:
+        engine = FakeEngine(endless, renderer().text, chunk=10_000)
+        async with World(config(rollout={"max_turn_tokens": 100}), nodes=0) as w:
+            await w.add_node("rollout-0", engine=engine)
+            await w.lease(0, task=TASK, slice_tokens=5)
+            await asyncio.sleep(0.3)
+            assert engine.decoded > 10
+            await w.scheduler.push(w.node.name, Drop(0, 1, "redundant"))
+            await w.scheduler.until(0, lambda r: r.discarded == 1)
+            assert SliceUsed(0, 1) not in w.scheduler.events
 
     run(main())
 

@@ -151,6 +151,26 @@ def test_turn_lets_turns_end_and_holds_new_ones() -> None:
     run(main())
 
 
+def test_waiting_for_weights_is_not_charged_to_an_episode() -> None:
+    async def main() -> None:
+        cfg = config(update={"inflight": "turn"}, rollout={"max_turn_tokens": 900, "max_tokens": 8000, "wall_seconds": 20.0})
+
+        def policy(request: GenerateRequest, index: int) -> int:
+            return 20 if request.episode == 0 or index % 5 else 5
+
+        async with World(cfg, policy=policy) as w:
+            w.node.receiver.seconds = 0.0
+            await w.lease(0, task=TASK)
+            await asyncio.sleep(0.2)
+            await w.begin_update(drain_seconds=8.0)
+            await asyncio.sleep(0.01)
+            await w.lease(1, task=TASK)
+            record = await w.scheduler.finished(1)
+            assert now() > 8.0 and record.finish is not None and record.finish.seconds < 1.0
+
+    run(main())
+
+
 def test_episode_lets_episodes_end_and_holds_new_leases() -> None:
     """Each episode has one version as long as the drain is patient enough."""
 
