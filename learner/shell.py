@@ -112,6 +112,7 @@ class LearnerShell:
         self._trainer: Trainer | None = None
         self._feed: BatchFeed | None = None
         self._saved_step = -1
+        self._waited = 0.0
         self._cut: bytes | None = None
         self._stopping = False
         self._ended = asyncio.Event()
@@ -190,7 +191,8 @@ class LearnerShell:
         there = await self._feed.wait(step)
         if self.world > 1:
             there = not await self._in_order(lambda: any_rank(not there))
-        self._metrics.observe("segue_learner_step_seconds", now() - began, phase="wait_batch")
+        self._waited = now() - began
+        self._metrics.observe("segue_learner_step_seconds", self._waited, phase="wait_batch")
         if not there:
             return None
         self._clock.enter("compute")
@@ -209,7 +211,7 @@ class LearnerShell:
                 self._samples.write(batch)
             # The cut is small, and a stop can make a checkpoint of any step: it is taken with every acknowledgement.
             seconds = {f"{phase}_seconds": value for phase, value in done.seconds.items()}
-            report = TrainedReport(done.step, {**done.stats, **seconds}, done.ages, cut=True)
+            report = TrainedReport(done.step, {**done.stats, **seconds, "wait_seconds": self._waited}, done.ages, cut=True)
             self._cut = (await self._ask(TRAINED, report)).cut
         every = self.config.checkpoint.every
         if trainer.step == self.config.steps or (every > 0 and trainer.step % every == 0):

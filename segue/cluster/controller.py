@@ -33,7 +33,16 @@ from segue.ports.scheduler import (
     StopRun,
     WatchEvents,
 )
-from segue.report import EpisodeCounts, EvalResult, RunFacts, WeightSyncFigures, build_summary, step_text, summary_table
+from segue.report import (
+    EpisodeCounts,
+    EvalResult,
+    RunFacts,
+    WeightSyncFigures,
+    build_summary,
+    step_line,
+    step_text,
+    summary_table,
+)
 from segue.rundir import JsonLines, RunDir, read_jsonl, write_json
 from segue.wire import Message
 
@@ -64,8 +73,9 @@ class Controller:
         self._learned = learned
         self._say = say
         self._only_eval = only_eval
-        self._began = time.monotonic()
+        self._began = self._last_step = time.monotonic()
         self._evals: dict[str, EvalResult] = {}
+        self._eval_events: dict[str, asyncio.Event] = {}
         self._lines = JsonLines(run.metrics)
         self._seen = 0
         self._status: Mapping[str, Any] = {}
@@ -95,6 +105,7 @@ class Controller:
         if config.eval.before and config.eval.tasks:
             await self._evaluate("before")
         await self._ask(OPEN_TRAINING, OpenTraining(config.steps))
+        self._last_step = time.monotonic()
         await self._learned
         if config.eval.after and config.eval.tasks:
             await self._evaluate("after")
@@ -124,10 +135,12 @@ class Controller:
         )
 
     async def _wait_eval(self, name: str) -> EvalStateReply:
-        while True:
-            state = await self._ask(EVAL_STATE, EvalState(name))
-            if state.done:
-                return state
+        await self._evaluated(name).wait()
+        return await self._ask(EVAL_STATE, EvalState(name))
+
+    def _evaluated(self, name: str) -> asyncio.Event:
+        """Set by the scheduler's event that this evaluation is done."""
+        return self._eval_events.setdefault(name, asyncio.Event())
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -150,12 +163,32 @@ class Controller:
 
     def _on_event(self, event: RunEvent) -> None:
         if event.what == "step":
-            self._lines.append(event.data)
-            self._say(step_text(event.data, self._config.steps))
+            line = self._line(event.data)
+            self._lines.append(line)
+            self._say(step_text(line, self._config.steps))
+        elif event.what == "eval":
+            self._evaluated(event.data["name"]).set()
         elif event.what == "warning":
             self._say(f"warning: {event.data['sentence']}")
         elif event.what == "fatal":
             raise RunFailed(event.data.get("part", "scheduler"), event.data["sentence"])
+
+    def _line(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """The line of a step, from what the learner reported and what the scheduler counted at that acknowledgement."""
+        scheduler, stats = data["scheduler"], dict(data["stats"])
+        now = time.monotonic()
+        began, self._last_step = self._last_step, now
+        return step_line(
+            data["step"],
+            elapsed_seconds=now - self._began,
+            step_seconds=now - began,
+            wait_seconds=stats.pop("wait_seconds", 0.0),
+            version=scheduler["newest_version"],
+            queue_groups=scheduler["queue"]["ready"],
+            in_flight=scheduler["episodes"]["states"]["leased"],
+            ages=data["ages"],
+            stats=stats,
+        )
 
     async def _ask(self, rpc: Rpc[Q, R], request: Q, timeout: float = CALL_SECONDS) -> R:
         try:
@@ -184,8 +217,8 @@ class Controller:
                 bound=self._config.staleness.max_age,
                 wall_seconds=time.monotonic() - self._began,
                 lines=read_jsonl(self._run.metrics),
-                episodes=EpisodeCounts.from_status(status["episodes"]),
-                weight_sync=WeightSyncFigures.from_status(status["weight_sync"]),
+                episodes=_episodes(status["episodes"]),
+                weight_sync=WeightSyncFigures.from_status(status["updates"]),
                 metrics={target: samples for fact in facts.values() for target, samples in fact.metrics.items()},
                 states={target: seconds for fact in facts.values() for target, seconds in fact.states.items()},
                 evals=self._evals,
@@ -202,3 +235,13 @@ class Controller:
         if self._config.staleness.over_age == "train":
             notes.append("staleness.over_age = 'train': tokens above staleness.max_age were trained.")
         return notes
+
+
+def _episodes(counts: Mapping[str, Any]) -> EpisodeCounts:
+    """The scheduler's counts; it splits the dropped by "reason|stage", the summary by reason."""
+    dropped: dict[str, int] = {}
+    for key, number in counts["dropped"].items():
+        reason = key.partition("|")[0]
+        dropped[reason] = dropped.get(reason, 0) + number
+    trained = counts["states"]["trained"]
+    return EpisodeCounts.from_status({**counts, "dropped": dropped, "trained": trained})

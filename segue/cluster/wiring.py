@@ -20,6 +20,7 @@ from segue.clock import Compute, LogicalCompute, ThreadCompute
 from segue.cluster.roles import Facts, Role, RoleSpec
 from segue.config import Config
 from segue.config.root import resolve
+from segue.errors import UserError
 from segue.logs import ProcessLog
 from segue.metrics import ActivityClock, BuildInfo, Metrics, StateClock
 from segue.metrics.exporter import Exporter
@@ -160,7 +161,8 @@ def _build_scheduler(spec: RoleSpec, config: Config, place: Place) -> Host:
     metrics = _metrics(spec, config, place)
     clock = StateClock(STATES["scheduler"], place.now)
     metrics.attach(clock)
-    shell = SchedulerShell(config, Path(spec.run_dir), tasks, metrics, MemoryJournal(), clock)
+    compute = place.compute("scheduler-io")
+    shell = SchedulerShell(config, Path(spec.run_dir), tasks, metrics, clock, MemoryJournal(), compute)
     if spec.resume:
         shell.restore((Path(spec.resume) / SCHEDULER_CUT).read_bytes())
     return Host(spec, config, shell, {spec.name: metrics})
@@ -200,6 +202,8 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
     device = _device(config.rollout.gpus)
     compute = place.compute("engine")
     tokenizer = open_tokenizer(spec.model_path)
+    if tokenizer is None:
+        raise UserError(f"The model folder {spec.model_path} has no tokenizer: add its tokenizer files.")
     engine = EmbeddedEngine(
         spec.model_path,
         slots=config.rollout.slots,
