@@ -93,7 +93,7 @@ class Admission:
     @property
     def waiting_for_tasks(self) -> bool:
         """A group could begin, and the stream has not delivered its task yet."""
-        return self._requested > 0
+        return self._requested > 0 and self._t.nodes.least_loaded(self.floor()) is not None
 
     # --- filling free places --------------------------------------------------------------------------------------------
 

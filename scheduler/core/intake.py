@@ -18,6 +18,7 @@ from scheduler.core.leases import Leases
 from scheduler.core.parking import Parking
 from scheduler.core.tables import Tables
 from segue.episode import FailureClass, Outcome, Purpose, State
+from segue.metrics.vocabulary import PAUSE_REASONS
 from segue.ports.scheduler import DeltaHead, Discarded, Fail, Finish, Parked, Paused, Resumed, SliceUsed
 
 LEASED = State.LEASED
@@ -161,7 +162,9 @@ class Intake:
     def paused(self, event: Paused, now: float) -> None:
         """Counted."""
         episode = self._current(event.episode, event.attempt)
-        if episode is not None and episode.group.purpose is Purpose.TRAIN:
+        if event.reason not in PAUSE_REASONS:
+            self._t.tally.count("refused", "unexpected")
+        elif episode is not None and episode.group.purpose is Purpose.TRAIN:
             self._t.tally.count("paused", event.reason)
 
     def resumed(self, event: Resumed, now: float) -> None:

@@ -110,7 +110,7 @@ class Leases:
         node.leased[episode.id] = episode
         t.meter.operations += 1
         t.episodes.move(episode, LEASED)
-        t.nodes.touch(node)
+        t.nodes.leased(node)
         t.timers.arm(PROGRESS, episode.id, now + self._progress_seconds)
         t.out.append(
             Grant(

@@ -28,6 +28,7 @@ class Node:
         "name",
         "session",
         "stamp",
+        "turn",
         "update",
         "version",
     )
@@ -44,6 +45,7 @@ class Node:
         self.load_failures = 0
         self.heard_at = now
         self.stamp = 0
+        self.turn = 0
         self.freed = False
         self.mates: list[tuple[int, int, Episode]] = []
 
@@ -65,14 +67,15 @@ class Node:
 class NodeTable:
     """All living sessions by name, and a heap of those with room, least loaded first.
 
-    Ties go to the node whose load changed longest ago, so that equal nodes take turns.
+    Ties go to the node that was given a lease longest ago, so that equal nodes take turns.
     """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self.by_name: dict[str, Node] = {}
-        self._free: list[tuple[float, int, Node]] = []
+        self._free: list[tuple[float, int, int, Node]] = []
         self._stamp = 0
+        self._turn = 0
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.by_name.values())
@@ -85,28 +88,34 @@ class NodeTable:
         node = self.by_name.get(name)
         return node if node is not None and node.session == session else None
 
+    def leased(self, node: Node) -> None:
+        """The node was given a lease: others of the same load have their turn first."""
+        self._turn += 1
+        node.turn = self._turn
+        self.touch(node)
+
     def touch(self, node: Node) -> None:
         """The node's load or standing changed: place it anew among those with room."""
         self._stamp += 1
         node.stamp = self._stamp
         if node.serving and node.has_room:
             free = self._free
-            heapq.heappush(free, (len(node.leased) / node.max_episodes, self._stamp, node))
+            heapq.heappush(free, (len(node.leased) / node.max_episodes, node.turn, self._stamp, node))
             self._meter.operations += 1 + len(free).bit_length()
             if len(free) > 64 + 4 * len(self.by_name):
                 self._meter.operations += len(free)
-                self._free = [entry for entry in free if entry[2].stamp == entry[1]]
+                self._free = [entry for entry in free if entry[3].stamp == entry[2]]
                 heapq.heapify(self._free)
 
     def least_loaded(self, floor: int) -> Node | None:
         """The least loaded node with room at version `floor` or newer."""
         free = self._free
-        aside: list[tuple[float, int, Node]] = []
+        aside: list[tuple[float, int, int, Node]] = []
         found = None
         while free:
             entry = free[0]
-            node = entry[2]
-            if node.stamp == entry[1]:
+            node = entry[3]
+            if node.stamp == entry[2]:
                 if node.version >= floor:
                     found = node
                     break

@@ -402,9 +402,10 @@ class World:
         self.nodes.clear()
         self.sending = None
         self.wanted_tasks = 0
-        self.logs.clear()
-        self.history.clear()
+        for record in (self.logs, self.history, self.finishes, self.groups, self.member_of, self.started_on):
+            record.clear()
         self.plans = {k: plan for k, plan in self.plans.items() if k < step}
+        self.delivered_groups = {group.group for plan in self.plans.values() for group in plan.groups}
         self.trained = self.committed = step
         self.published = -1
         self.steps = {version: min(old, step) for version, old in self.steps.items()}
@@ -422,6 +423,16 @@ class World:
             for node in list(self.nodes.values()):
                 if node.update is not None and not node.fenced:
                     self.load(node)
+
+    def one_step(self) -> None:
+        """Finish the oldest running groups until a batch is there, and train it; the rest keeps running, nothing is published."""
+        while self.trained not in self.plans:
+            pairs = [(node, lease) for node in self.nodes.values() for lease in node.leases.values()]
+            node, lease = min(pairs, key=lambda pair: (pair[1].grant.group, pair[1].grant.member))
+            self.delta(node, lease, reward=float(lease.grant.member) - lease.reward)
+            self.finish(node, lease)
+        self.take()
+        self.train()
 
     # --- the promises ---------------------------------------------------------------------------------------------------
 
@@ -541,6 +552,10 @@ class World:
                 assert troubled and all(fatal.part == "weightsync" for fatal in self.fatals), self.fatals
                 return
         raise AssertionError(f"no batch in {limit} fair steps: {self.describe()}")
+
+    def tally(self, *key: str) -> int:
+        """How often the core has counted this."""
+        return self.core.tables.tally[key]
 
     def describe(self) -> str:
         core = self.core

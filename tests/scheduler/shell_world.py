@@ -95,6 +95,7 @@ class FakeNode:
         self.fenced = 0
         self.corrupt: set[int] = set()
         self.ignores_updates = False
+        self.fails_with: tuple[str, str] | None = None
         self.broadcasts = Broadcasts()
         self.tasks: set[asyncio.Task[None]] = set()
         self.alive = True
@@ -216,6 +217,9 @@ class FakeNode:
         assert len(lease.snapshot.deltas) == lease.snapshot.next_seq
         log = list(lease.snapshot.deltas)
         for turn in range(lease.snapshot.turn + 1, self.turns):
+            if self.fails_with is not None:
+                self._say(port.Fail(lease.episode, lease.attempt, *self.fails_with), urgent=True)
+                return
             await asyncio.sleep(self.turn_seconds)
             self._delta(lease, log, turn)
         await asyncio.sleep(0.01 * lease.episode % 0.5)

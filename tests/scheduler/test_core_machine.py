@@ -333,7 +333,7 @@ COURSE = settings(deadline=None, suppress_health_check=list(HealthCheck), derand
 
 
 def test_random_courses() -> None:
-    run_state_machine_as_test(Course, settings=settings(COURSE, max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(Course, settings=settings(COURSE, max_examples=40, stateful_step_count=40))
 
 
 @pytest.mark.full

@@ -99,7 +99,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(SpillFailed, match="No space left on device.*queue.bytes") as caught:
+    with pytest.raises(SpillFailed, match=r"No space left on device.*queue\.bytes") as caught:
         job.write()
     assert isinstance(caught.value, RunFailed) and caught.value.part == "scheduler"
     assert "\n" not in caught.value.sentence

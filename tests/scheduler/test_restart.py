@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: the cut, what is lost and counted, admission without burst or stall, versions that never come back."""
+"""Going on from a checkpoint: the cut, what is lost and counted, admission without burst or stall, versions."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_a_rollback_takes_the_steps_of_abandoned_versions_back() -> None:
     world.update_all()
     assert world.core.tables.versions.newest == newest + 1
     assert world.core.version_steps([newest + 1]) == {newest + 1: 2}
-    assert world.core.tables.tally["batches_rewound",] == 4
+    assert world.tally("batches_rewound") == 4
     world.drain(10)
     assert world.trained == 12
 

@@ -340,14 +340,15 @@ def test_events_are_kept_until_they_are_acknowledged(tmp_path: Path) -> None:
 def test_a_learner_report_that_cannot_be_is_answered_with_an_error(tmp_path: Path) -> None:
     async def course() -> None:
         world, _ = await ready(tmp_path)
-        for rpc, request in (
+        calls: list[tuple[Any, Any]] = [
             (port.TRAINED, port.TrainedReport(3, {}, [], False)),
             (port.COMMITTED, port.Committed(4)),
             (port.PUBLISH, port.Publish(7, b"", "x")),
             (port.EVAL_STATE, port.EvalState("nobody")),
-        ):
+        ]
+        for rpc, request in calls:
             with pytest.raises(RemoteError):
-                await ask(world.driver, rpc, request, 10.0)  # type: ignore[arg-type]
+                await ask(world.driver, rpc, request, 10.0)
         assert not world.shell.failed
         await world.stop()
 
@@ -482,15 +483,8 @@ def test_f58_tasks_that_fail_on_every_attempt_end_the_run_when_they_are_all(tmp_
     async def course() -> None:
         world = ShellWorld(tmp_path, task_count=3)
 
-        def fail(node: Any, lease: port.Lease) -> Any:
-            async def episode() -> None:
-                await asyncio.sleep(0.5)
-                node._say(port.Fail(lease.episode, lease.attempt, "data", "no answer in the task"), urgent=True)
-
-            return episode()
-
         for node in world.nodes:
-            node._episode = lambda lease, node=node: fail(node, lease)  # type: ignore[method-assign]
+            node.fails_with = ("data", "no answer in the task")
         await world.start()
         await world.learner.publish()
         await fails_with(world, "All 3 tasks failed on every attempt", "scheduler")
@@ -568,7 +562,7 @@ def test_a_lost_send_request_is_tried_again_under_another_transfer(tmp_path: Pat
 
         world.shell.connect("learner-0", Channel("learner-0", sometimes))
         await world.learner.train(3)
-        assert [transfer.transfer for transfer in world.learner.transfers][0] == 3
+        assert world.learner.transfers[0].transfer == 3
         assert (await world.status())["counts"]["rpc_failures"] == {"timeout": 2}
         await world.stop()
 

@@ -1,0 +1,207 @@
+"""Leases: routing, priority, and every way in which the right to run an episode ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from core_world import World, make_config, task
+
+from scheduler.core import events as e
+from scheduler.core.leases import progress_seconds
+from segue.episode import State
+
+
+def opened(places: list[int], **sections: object) -> World:
+    world = World(make_config(staleness__max_age=8, **sections))
+    for index, count in enumerate(places):
+        world.join(f"rollout-{index}", count)
+    world.update_all()
+    world.send(e.TrainingOpened(1000))
+    return world
+
+
+def by_node(world: World) -> dict[str, list[int]]:
+    return {name: sorted(lease.grant.group for lease in node.leases.values()) for name, node in world.nodes.items()}
+
+
+def test_group_mates_begin_together_until_the_balance_is_off() -> None:
+    world = opened([32, 32], group__size=8, batch__groups=1)
+    homes = {group: Counter(name for name, held in by_node(world).items() for g in held if g == group) for group in range(4)}
+    assert [max(count.values()) for count in homes.values()] == [8, 8, 8, 8], "every group begins on one node"
+    assert {name: len(node.leases) for name, node in world.nodes.items()} == {"rollout-0": 32, "rollout-1": 32}
+
+
+def test_affinity_yields_when_its_node_is_much_fuller() -> None:
+    world = opened([4, 4], group__size=4)
+    assert by_node(world) == {"rollout-0": [0, 0, 0, 1], "rollout-1": [0, 1, 1, 1]}
+
+
+def test_f52_equal_nodes_take_turns() -> None:
+    world = World(make_config())
+    for index in range(4):
+        world.join(f"rollout-{index}", 100)
+    world.update_all()
+    chosen = []
+    for number in range(8):
+        world.send(e.EvalStarted(f"run-{number}", [task(number)], 0.0))
+        (node,) = [node for node in world.nodes.values() if node.leases]
+        chosen.append(node.name)
+        world.finish(node, next(iter(node.leases.values())))
+    assert chosen == 2 * [f"rollout-{index}" for index in range(4)], "no node is favoured by its place in a list"
+
+
+def test_a_freed_place_goes_to_a_mate_before_a_member_that_belongs_elsewhere() -> None:
+    world = opened([16, 16], group__size=4, batch__groups=8)
+    first, second = world.nodes["rollout-0"], world.nodes["rollout-1"]
+    assert {node: set(groups) for node, groups in by_node(world).items()} == {
+        "rollout-0": {0, 2, 4, 6},
+        "rollout-1": {1, 3, 5, 7},
+    }
+    world.finish(first, next(iter(first.leases.values())))
+    assert 8 in by_node(world)["rollout-0"], "a new group begins here"
+    world.finish(second, next(iter(second.leases.values())))
+    assert 9 in by_node(world)["rollout-1"], "and another there, although mates of group 8 wait for the first node"
+    world.finish(first, next(iter(first.leases.values())))
+    assert by_node(world)["rollout-0"].count(8) == 2
+
+
+def test_no_group_is_left_behind_by_more_than_a_batch_for_the_sake_of_affinity() -> None:
+    world = opened([12, 12], group__size=4, batch__groups=1)
+    first, second = world.nodes["rollout-0"], world.nodes["rollout-1"]
+    world.finish(first, next(iter(first.leases.values())))
+    assert 6 in by_node(world)["rollout-0"]
+    world.finish(second, next(iter(second.leases.values())))
+    assert 6 in by_node(world)["rollout-1"], "with batches of one group a mate of group 6 does not wait for its home"
+
+
+def test_the_oldest_group_is_leased_first() -> None:
+    world = opened([6])
+    lost = world.nodes["rollout-0"]
+    other = world.join("rollout-1", 6)
+    world.settle_updates()
+    younger = list(other.leases.values())
+    assert len(younger) == 6 and {lease.grant.group for lease in lost.leases.values()} == {0, 1, 2}
+    for lease in list(lost.leases.values()):
+        world.delta(lost, lease)
+    del world.nodes["rollout-0"]
+    world.send(e.NodeLost("rollout-0", lost.session, "killed"))
+    assert world.core.tables.waiting.count == 6
+    for lease in younger:
+        world.finish(other, lease)
+    granted = [lease.grant.group for lease in other.leases.values()]
+    assert granted == [0, 0, 1, 1, 2, 2]
+
+
+def test_versions_within_a_trajectory_never_decrease() -> None:
+    """A moved episode goes only to a node at the version of its last token or newer; until one is there it waits."""
+    world = opened([2], staleness__over_age="mask")
+    old = world.nodes["rollout-0"]
+    world.drain(1)
+    new = world.join("rollout-1", 2)
+    world.publish()
+    world.sent()
+    world.load(new)
+    world.settle_updates()
+    for lease in list(new.leases.values()):
+        world.delta(new, lease)
+    assert new.version == old.version == 1
+    world.drain(1)
+    world.publish()
+    world.sent()
+    if new.update is not None:
+        world.load(new)
+    for lease in list(new.leases.values()):
+        world.delta(new, lease)
+    moved = list(new.leases.values())
+    assert moved and old.version == 1
+    del world.nodes["rollout-1"]
+    world.send(e.NodeLost("rollout-1", new.session, "killed"))
+    for lease in list(old.leases.values()):
+        world.finish(old, lease)
+    assert all(lease.grant.episode not in old.leases for lease in moved), "the older node has room and does not get them"
+    world.load(old)
+    assert any(lease.grant.episode in old.leases for lease in moved)
+
+
+def test_a_silent_node_is_fenced_after_the_lease_and_not_before() -> None:
+    world = opened([2, 2], scheduler__lease_seconds=15.0)
+    world.advance(10.0)
+    world.heard(world.nodes["rollout-0"])
+    world.advance(4.9)
+    assert world.tally("fenced", "silent") == 0
+    world.advance(0.2)
+    assert world.nodes["rollout-1"].fenced and not world.nodes["rollout-0"].fenced
+    assert world.tally("lease_expiries") == 2
+    assert world.tally("attempts_failed", "infra", "node_lost") == 2
+
+
+def test_f51_f59_an_episode_that_its_node_forgot_does_not_stay_leased_for_ever() -> None:
+    world = opened([2], rollout__wall_seconds=20.0)
+    node = world.nodes["rollout-0"]
+    lost, kept = list(node.leases.values())
+    limit = progress_seconds(world.config)
+    for _ in range(int(limit // 5) - 1):
+        world.heard(node)
+        world.delta(node, kept)
+        world.advance(5.0)
+    assert not world.tally("attempts_failed", "infra", "no_progress")
+    for _ in range(2):
+        world.heard(node)
+        world.advance(5.0)
+    assert world.tally("attempts_failed", "infra", "no_progress") == 1
+    again = node.leases[lost.grant.episode]
+    assert again.grant.attempt == 2, "the node is told to stop, and the episode is leased again"
+    assert node.leases[kept.grant.episode] is kept
+
+
+def test_a_new_session_ends_the_old_one_and_an_old_one_is_refused() -> None:
+    world = opened([2])
+    world.join("rollout-0", 2)
+    assert world.tally("fenced", "replaced") == 1
+    world.send(e.NodeJoined("rollout-0", 1, 2, 2))
+    assert world.core.tables.nodes.by_name["rollout-0"].session == 2
+    world.settle_updates()
+    world.drain(2)
+
+
+def test_a_node_that_says_it_never_had_a_lease_gives_it_back() -> None:
+    world = opened([2])
+    node = world.nodes["rollout-0"]
+    lease = next(iter(node.leases.values()))
+    world.fail(node, lease, "infra", "discarded")
+    assert node.leases[lease.grant.episode].grant.attempt == 2
+
+
+def test_evaluation_leases_come_first_and_wait_for_the_newest_weights() -> None:
+    world = opened([2])
+    node = world.nodes["rollout-0"]
+    world.send(e.EvalStarted("after", [task(7), task(8)], 0.0))
+    assert {lease.grant.purpose for lease in node.leases.values()} == {"train"}, "both places are taken"
+    for lease in list(node.leases.values()):
+        world.finish(node, lease)
+    assert {lease.grant.purpose for lease in node.leases.values()} == {"eval"}
+    for lease in list(node.leases.values()):
+        assert lease.grant.priority < 0 and lease.grant.temperature == 0.0
+        world.delta(node, lease, reward=1.0)
+        world.finish(node, lease)
+    assert world.evals_done == ["after"]
+    run = world.core.eval_run("after")
+    assert run is not None and (run.finished, run.failed, run.success) == (2, 0, [1.0, 1.0])
+
+
+def test_f10_evaluation_has_no_place_in_admission_and_admission_none_for_it() -> None:
+    world = opened([100], batch__groups=2)
+    live = len(world.core.groups.live)
+    admitted = world.core.tables.episodes.admitted
+    world.send(e.EvalStarted("beside", [task(i) for i in range(5)], 0.0))
+    assert len(world.core.groups.live) == live
+    assert world.core.tables.episodes.admitted == admitted
+    assert world.core.tables.episodes.eval_counts[State.LEASED] == 5
+    world.send(e.EvalStarted("beside", [task(1)], 0.0))
+    assert world.core.tables.episodes.eval_counts[State.LEASED] == 5, "the same name again is a repeated call"
+
+
+def test_an_evaluation_of_nothing_is_done() -> None:
+    world = opened([2])
+    world.send(e.EvalStarted("empty", [], 0.0))
+    assert world.evals_done == ["empty"]

@@ -1,0 +1,280 @@
+"""Updates: who takes part, what each outcome means, and that no failure holds the others up."""
+
+from __future__ import annotations
+
+import pytest
+from core_world import World, make_config
+
+from scheduler.core import events as e
+from segue.ports.scheduler import Loaded, TransferResult
+
+
+def world_of(nodes: int, **sections: object) -> World:
+    world = World(make_config(staleness__max_age=8, **sections))
+    for index in range(nodes):
+        world.join(f"rollout-{index}", 4)
+    world.send(e.TrainingOpened(1000))
+    return world
+
+
+def members(world: World) -> list[str]:
+    assert world.sending is not None
+    return world.sending.members
+
+
+def heard(world: World) -> None:
+    for node in world.nodes.values():
+        if not node.fenced:
+            world.heard(node)
+
+
+def pass_time(world: World, seconds: float) -> None:
+    """Time passes with every node heard of."""
+    for _ in range(int(seconds)):
+        heard(world)
+        world.advance(1.0)
+
+
+def test_joining_nodes_have_the_newest_weights_before_their_first_lease() -> None:
+    world = world_of(1)
+    world.publish()
+    assert members(world) == ["rollout-0"]
+    assert not world.nodes["rollout-0"].leases
+    world.settle_updates()
+    assert world.nodes["rollout-0"].leases
+    late = world.join("rollout-1", 4)
+    assert members(world) == ["rollout-1"], "one that joins later is served by itself"
+    assert not late.leases
+    world.settle_updates()
+    assert late.version == 0 and late.leases
+
+
+def test_one_transfer_at_a_time_and_always_the_newest_version() -> None:
+    """F31: versions published meanwhile are skipped, except the last."""
+    world = world_of(2)
+    world.update_all()
+    world.one_step()
+    world.publish()
+    first = world.sending
+    for _ in range(3):
+        world.one_step()
+        world.publish()
+    assert world.sending is first, "nothing new begins while a transfer runs"
+    newest = world.core.tables.versions.newest
+    world.sent()
+    for node in world.nodes.values():
+        world.load(node)
+    assert world.sending is not None and world.sending.version == newest
+    world.settle_updates()
+    assert {node.version for node in world.nodes.values()} == {newest}
+    assert world.core.updates.figures["updates"] == 3, "two of the five versions were never sent"
+
+
+def test_rolling_updates_a_share_at_a_time_so_that_generation_goes_on() -> None:
+    world = world_of(4, update__rolling=0.5)
+    world.update_all()
+    world.drain(1)
+    world.publish()
+    seen = []
+    while world.sending is not None:
+        names = members(world)
+        seen.append(names)
+        assert len(names) == 2
+        serving = [n.name for n in world.core.tables.nodes if n.serving and n.update is None]
+        assert len(serving) >= 2, "the others keep generating"
+        world.sent()
+        for name in names:
+            world.load(world.nodes[name])
+    assert sorted(name for names in seen for name in names) == sorted(world.nodes)
+
+
+def test_the_process_group_is_used_again_by_the_same_sessions_only() -> None:
+    world = world_of(2)
+    groups = []
+
+    def step() -> None:
+        assert world.sending is not None
+        groups.append((world.sending.group, world.sending.transfer))
+        world.settle_updates()
+        world.drain(1)
+        world.publish()
+
+    world.publish()
+    step()
+    step()
+    assert groups[0][0] == groups[1][0] and groups[0][1] != groups[1][1]
+    world.settle_updates()
+    world.join("rollout-1", 4)
+    world.settle_updates()
+    world.drain(1)
+    world.publish()
+    assert world.sending is not None and world.sending.group not in {group for group, _ in groups}
+
+
+def test_a_transfer_with_missing_members_is_repeated_by_the_survivors() -> None:
+    world = world_of(3)
+    world.publish()
+    before = world.sending
+    assert before is not None
+    world.sent(ok=False, missing=["rollout-1"])
+    after = world.sending
+    assert after is not None
+    assert after.members == ["rollout-0", "rollout-2"]
+    assert after.transfer != before.transfer and after.group != before.group
+    assert world.nodes["rollout-1"].fenced
+    assert [line for line in world.trace if line.startswith("Abandon")]
+    world.settle_updates()
+    assert world.nodes["rollout-0"].leases and world.nodes["rollout-2"].leases
+
+
+def test_a_member_that_loaded_before_the_transfer_broke_need_not_take_part_again() -> None:
+    world = world_of(2)
+    world.publish()
+    world.load(world.nodes["rollout-0"])
+    world.sent(ok=False, missing=[])
+    assert members(world) == ["rollout-1"]
+
+
+def test_f35_a_node_that_misses_the_deadline_is_fenced_and_the_update_goes_on() -> None:
+    world = world_of(2, update__deadline_seconds=10.0)
+    world.update_all()
+    world.one_step()
+    world.publish()
+    world.sent()
+    world.load(world.nodes["rollout-0"])
+    held = [lease.grant.episode for lease in world.nodes["rollout-1"].leases.values()]
+    assert held
+    pass_time(world, 9)
+    assert world.tally("fenced", "update_deadline") == 0
+    pass_time(world, 2)
+    assert [node.name for node in world.nodes.values() if node.fenced] == ["rollout-1"]
+    assert world.tally("fenced", "update_deadline") == 1
+    assert world.tally("attempts_failed", "infra", "fenced") == len(held)
+    assert world.core.updates.round is None
+    world.drain(2)
+
+
+def test_a_sender_that_never_answers_is_given_up_at_the_deadline() -> None:
+    world = world_of(2, update__deadline_seconds=10.0)
+    world.publish()
+    pass_time(world, 11)
+    assert all(node.fenced for node in world.nodes.values())
+    assert world.tally("transfers_unanswered") == 1
+    world.sending = None
+    world.drain(1)
+
+
+def test_a_result_that_was_lost_does_not_hold_up_what_was_loaded() -> None:
+    world = world_of(1, update__deadline_seconds=10.0)
+    world.publish()
+    world.load(world.nodes["rollout-0"])
+    assert world.nodes["rollout-0"].leases, "the node serves at once"
+    pass_time(world, 11)
+    assert not world.nodes["rollout-0"].fenced
+    assert world.core.updates.round is None
+    world.sending = None
+    world.drain(2)
+
+
+@pytest.mark.parametrize("inflight", ["recompute", "keep", "turn", "episode"])
+def test_new_leases_wait_for_the_load_only_where_whole_episodes_finish_first(inflight: str) -> None:
+    world = world_of(1, update__inflight=inflight)
+    world.update_all()
+    node = world.nodes["rollout-0"]
+    world.one_step()
+    world.publish()
+    for lease in list(node.leases.values()):
+        world.delta(node, lease, reward=float(lease.grant.episode % 2))
+        world.finish(node, lease)
+    assert bool(node.leases) == (inflight != "episode")
+    world.sent()
+    world.load(node)
+    assert node.leases
+
+
+def test_a_node_that_cannot_load_tries_again_and_is_fenced_after_three_times() -> None:
+    world = world_of(2)
+    world.update_all()
+    world.drain(1)
+    world.publish()
+    world.sent()
+    world.load(world.nodes["rollout-0"])
+    bad = world.nodes["rollout-1"]
+    for _ in range(2):
+        world.load_fails(bad)
+        assert not bad.fenced and bad.leases is not None
+        assert members(world) == ["rollout-1"]
+        world.sent()
+    world.load_fails(bad)
+    assert bad.fenced
+    assert world.tally("fenced", "load_failed") == 1
+    assert world.sending is None and not world.fatals
+
+
+def test_a_node_left_without_weights_is_fenced_at_once() -> None:
+    world = world_of(2)
+    world.publish()
+    world.load_fails(world.nodes["rollout-1"], fatal=True)
+    assert world.nodes["rollout-1"].fenced
+    world.sent()
+    world.load(world.nodes["rollout-0"])
+    assert world.core.updates.round is None
+
+
+def test_a_load_that_failed_with_its_transfer_is_not_held_against_the_node() -> None:
+    world = world_of(2)
+    world.publish()
+    world.load_fails(world.nodes["rollout-0"])
+    world.sent(ok=False, missing=["rollout-1"])
+    assert members(world) == ["rollout-0"]
+    assert world.core.tables.nodes.by_name["rollout-0"].load_failures == 0
+    world.settle_updates()
+    assert world.nodes["rollout-0"].version == 0
+
+
+def test_weights_that_reach_nobody_end_the_run_with_the_reason() -> None:
+    world = world_of(1)
+    world.publish()
+    for _ in range(5):
+        assert not world.fatals
+        world.sent(ok=False, missing=[])
+    (fatal,) = world.fatals
+    assert fatal.part == "weightsync" and "a member is missing" in fatal.sentence and "5 attempts" in fatal.sentence
+
+
+def test_reports_of_an_update_that_is_over_change_nothing() -> None:
+    world = world_of(2)
+    world.publish()
+    old = world.sending
+    assert old is not None
+    world.sent(ok=False, missing=["rollout-1"])
+    node = world.nodes["rollout-0"]
+    world.send(e.FromNode("rollout-0", node.session, Loaded(old.transfer, 0, 0.0, 0.0, 0.0)))
+    world.send(TransferResult(0, old.transfer, True, [], "", 1, 0.0, 0.0))
+    world.send(e.FromNode("rollout-0", node.session + 5, Loaded(old.transfer, 0, 0.0, 0.0, 0.0)))
+    assert world.core.tables.nodes.by_name["rollout-0"].version == -1
+    assert world.tally("refused", "unexpected") == 2
+    assert world.tally("refused", "stale_session") == 1
+    world.settle_updates()
+    assert node.version == 0
+
+
+def test_one_step_off_is_eta_one_with_whole_episodes() -> None:
+    config = make_config(mode="one_step_off")
+    assert (config.staleness.max_age, config.update.inflight) == (1, "episode")
+    world = World(config)
+    world.join("rollout-0", 100)
+    world.update_all()
+    world.send(e.TrainingOpened(100))
+    assert len(world.core.groups.live) == 4
+    world.drain(10)
+
+
+def test_no_node_at_all_for_long_ends_the_run() -> None:
+    world = world_of(1)
+    world.update_all()
+    world.advance(16.0)
+    assert not world.fatals and not len(world.core.tables.nodes)
+    world.advance(50.0)
+    (fatal,) = world.fatals
+    assert "No rollout node has been heard of for 45 s" in fatal.sentence
