@@ -6,6 +6,7 @@ import json
 from datetime import datetime
 from pathlib import Path
 
+from segue.cluster.devices import with_devices
 from segue.cluster.prepare import Prepared, check_model, find_model
 from segue.cluster.supervisor import watch
 from segue.config import Config, load_config, to_toml
@@ -17,13 +18,13 @@ def evaluate(target: Path, overrides: list[str], step: int | None, as_json: bool
     """Evaluate and print the result; returns the exit code. Its processes' logs are in a run directory of its own."""
     if target.is_dir():
         source = RunDir.open(target)
-        config = load_config(source.config, overrides)
+        config = with_devices(load_config(source.config, overrides))
         model = str(_checkpoint(source, step) / "models" / "policy")
         name = source.name
     else:
         if step is not None:
             raise UserError(f"--step {step} needs a run directory, and {target} is none: leave it out or name a run.")
-        config = load_config(target, overrides)
+        config = with_devices(load_config(target, overrides))
         check_model(config)
         model = find_model(config)
         name = target.stem

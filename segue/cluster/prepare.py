@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from segue.cluster.devices import with_devices
 from segue.cluster.plan import plan_lines
 from segue.config import Config, load_config, to_toml
 from segue.errors import UserError
@@ -26,7 +27,7 @@ class Prepared:
 
 def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool) -> Prepared:
     """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`."""
-    config = load_config(config_path, overrides)
+    config = with_devices(load_config(config_path, overrides))
     check_model(config)
     text = to_toml(config)
     now = datetime.now()
@@ -37,7 +38,6 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
         run = RunDir.create(run_path, text)
     else:
         run = RunDir.create_default(config_path, text, now)
-    run.lock()
     checkpoint = run.latest_checkpoint() if resume else None
     if checkpoint is not None:
         run.truncate_metrics(checkpoint.step)

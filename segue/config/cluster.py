@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from segue.config.section import Section
@@ -14,6 +16,8 @@ class ClusterConfig(Section):
     """Ports Segue may use, [lo, hi], both included."""
     interface: str = "127.0.0.1"
     """Address that everything listens on."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto" gives GPUs to nodes and learner ranks where there are any and `rollout.gpus`, `learner.gpus` are left at 0."""
     start_seconds: float = Field(180.0, gt=0.0)
     """Deadline of the start of all processes."""
     stop_seconds: float = Field(15.0, gt=0.0)
