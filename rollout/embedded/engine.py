@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from rollout.embedded.runner import DecodeBatch, Runner
 from rollout.embedded.sequence import Sequence
-from rollout.embedded.slots import SlotPolicy
+from rollout.embedded.slots import KEEP_STEPS, SlotPolicy
 from rollout.embedded.stops import StopStrings
 from rollout.embedded.support import check_runner, open_config, open_model, open_tokenizer
 from rollout.embedded.weights import bind
@@ -53,8 +53,9 @@ class EmbeddedEngine:
         decode_cost: float = 0.0,
         prefill_cost_per_token: float = 0.0,
         chunk_tokens: int = 16,
-        admit_batch: int = 4,
+        admit_batch: int = 0,
         admit_steps: int = 4,
+        keep_steps: float = KEEP_STEPS,
         step_seconds: float = 120.0,
     ) -> None:
         """
@@ -64,8 +65,9 @@ class EmbeddedEngine:
         tokenizer        for stop strings; None: the one in the model folder, if there is one
         decode_cost      logical seconds of a decode step, and of a prefilled token, where time is logical
         chunk_tokens     tokens are handed out this many at a time, and when a request ends or the engine pauses
-        admit_batch      while others decode, requests are let in once so many wait, or one has waited for `admit_steps` steps:
-        admit_steps      each time costs a pass of its own
+        admit_batch      while others decode, requests are let in once so many wait (0: a quarter of the slots), or one has waited
+        admit_steps      for `admit_steps` steps: each time costs a pass of its own
+        keep_steps       decode steps for which an idle slot is kept for its episode, per token of its KV (see `slots`)
         step_seconds     the engine declares itself dead when one compute call takes longer than this
         """
         self._path = model_path
@@ -73,12 +75,12 @@ class EmbeddedEngine:
         self._compute = compute
         self._tokenizer = tokenizer
         self._decode_cost, self._prefill_cost = decode_cost, prefill_cost_per_token
-        self._chunk_tokens, self._admit_batch, self._admit_steps = chunk_tokens, admit_batch, admit_steps
+        self._chunk_tokens, self._admit_batch, self._admit_steps = chunk_tokens, admit_batch or max(1, slots // 4), admit_steps
         self._step_seconds = step_seconds
 
         self._runner: Runner | None = None
         self._stops: StopStrings | None = None
-        self._policy = SlotPolicy(slots)
+        self._policy = SlotPolicy(slots, keep_steps)
         self._open: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._batch: DecodeBatch | None = None  # None: who decodes has changed
@@ -353,7 +355,7 @@ class EmbeddedEngine:
     def _admission_due(self) -> bool:
         if len(self._waiting) == len(self._open):
             return True
-        if not self._policy.can_place(min(s.request.priority for s in self._waiting)):
+        if not self._policy.can_place(self._waiting):
             return False
         self._steps_waited += 1
         return len(self._waiting) >= self._admit_batch or self._steps_waited >= self._admit_steps
@@ -398,6 +400,7 @@ class EmbeddedEngine:
 
         tokens, logprobs, version = await self._call(step, self._decode_cost)
         self._decode_seconds += now() - started
+        self._policy.stepped()
         for sequence, token, logprob in zip(batch.rows, tokens, logprobs, strict=True):
             if sequence is None or sequence.finished is not None:
                 continue

@@ -6,6 +6,12 @@ needs the slot). KV is tagged with the weight version it was computed under: its
 - its own episode's KV if that is of the sequence's lineage: then it goes on with it, also when newer weights are loaded (`keep`);
 - anybody's KV of the version now loaded, if that is its lineage too: the common prefix is copied from row to row.
 
+A request that finds no free slot may take an idle one (eviction), or that of a running sequence with a higher priority number
+(preemption). But an episode whose environment answers at once would be evicted by a newcomer, only to come back and evict that
+one: each turn would cost two contexts. So an idle slot is kept, against requests of no older group, for as many decode steps as
+recomputing its KV would cost: at worst that doubles the cost of a wrong guess (the ski-rental bound). If nothing else can run,
+nothing is kept.
+
 Nothing else is ever read. What remains of `tokens[: len − 1]` is prefilled; the last token is always fed by decoding. This one
 rule covers first turns, later turns, forks, eviction, preemption and recomputation after an update.
 """
@@ -20,6 +26,9 @@ from segue.trajectory import NO_VERSION
 
 MIN_SHARED = 8
 """A prefix shorter than this is computed, not copied from another row: the copy would cost as much."""
+KEEP_STEPS = 0.25
+"""Decode steps for which an idle slot is kept, per token of its KV. Measured on a CPU with 32 rows: to compute a token of context
+costs as much as a quarter of a step of one row."""
 MAX_HOLES = 8
 """Rows of a decode batch are contiguous; one row in so many may be a hole before running rows are moved together."""
 
@@ -27,7 +36,8 @@ MAX_HOLES = 8
 @dataclass(slots=True, eq=False)
 class Slot:
     """One row of the cache. While a sequence runs in it `tokens` is the sequence's own list and all but its last token have KV;
-    else the first `kv` of `tokens` have. `worthless`: no coming request is expected to be of the KV's lineage.
+    else the first `kv` of `tokens` have. `parked` numbers the times a sequence ended, `keep_until` is in decode steps.
+    `worthless`: no coming request is expected to be of the KV's lineage.
     """
 
     row: int
@@ -36,7 +46,8 @@ class Slot:
     kv: int = 0
     version: int = NO_VERSION
     priority: int = 0
-    used: int = 0
+    parked: int = 0
+    keep_until: float = 0.0
     worthless: bool = False
     sequence: Sequence | None = None
 
@@ -92,16 +103,32 @@ def common_prefix(a: list[int], b: list[int], limit: int) -> int:
 class SlotPolicy:
     """The slots of one engine and the rules of this module."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, keep_steps: float = KEEP_STEPS) -> None:
         self.slots = [Slot(row) for row in range(slots)]  # slots[i].row == i at all times
         self.preemptions = 0
         self.evictions = 0
-        self._clock = 0
+        self._keep_steps = keep_steps
+        self._parked = 0
+        self._step = 0
         self._lost: dict[int, tuple[str, int]] = {}  # episode → why its KV is gone, and of which version that was
 
-    def can_place(self, priority: int) -> bool:
-        """Is there a slot for a sequence of this priority?"""
-        return any(s.sequence is None or s.sequence.request.priority > priority for s in self.slots)
+    def stepped(self) -> None:
+        """A decode step was taken."""
+        self._step += 1
+
+    def _free(self, slot: Slot, running: bool) -> bool:
+        """May anybody have this idle slot?"""
+        return slot.episode is None or slot.worthless or not running or slot.keep_until <= self._step
+
+    def can_place(self, waiting: list[Sequence]) -> bool:
+        """Would `admit` find a slot for one of them?"""
+        idle = [s for s in self.slots if s.sequence is None]
+        running = len(idle) < len(self.slots)
+        if any(self._free(s, running) for s in idle):
+            return bool(waiting)
+        own = {s.episode for s in idle}
+        highest = max(s.priority for s in self.slots)
+        return any(s.request.episode in own or s.request.priority < highest for s in waiting)
 
     def admit(self, waiting: list[Sequence], version: int) -> Plan:
         """Give slots to as many of `waiting` as can have one, the first in order first. `version` is the one now loaded."""
@@ -111,7 +138,7 @@ class SlotPolicy:
         for sequence in sorted(waiting, key=lambda s: s.order):
             slot = self._choose(sequence, wanted)
             if slot is None:
-                break  # no idle slot, and whoever comes later can displace no more than this one
+                continue  # whoever comes later can displace no more than this one, but may have a slot of its own
             placement = self._place(sequence, slot, version, by_slot, plan)
             by_slot[slot.row] = placement
             plan.placements.append(placement)
@@ -119,15 +146,18 @@ class SlotPolicy:
 
     def _choose(self, sequence: Sequence, wanted: set[int]) -> Slot | None:
         """The slot it gets: its own, an empty one, the idle one least worth keeping, or one with a higher number's sequence."""
+        priority = sequence.request.priority
         idle = [s for s in self.slots if s.sequence is None]
         own = [s for s in idle if s.episode == sequence.request.episode]
         if own:
-            return max(own, key=lambda s: s.used)
-        if idle:
-            return min(idle, key=lambda s: (s.episode is not None, not s.worthless, s.episode in wanted, -s.priority, s.used))
-        last = max(self.slots, key=lambda s: s.sequence.order if s.sequence is not None else (0, 0))
+            return max(own, key=lambda s: s.parked)
+        running = len(idle) < len(self.slots)
+        free = [s for s in idle if s.priority > priority or self._free(s, running)]
+        if free:
+            return min(free, key=lambda s: (s.episode is not None, not s.worthless, s.episode in wanted, -s.priority, s.parked))
+        last = max((s for s in self.slots if s.sequence is not None), key=lambda s: s.sequence.order if s.sequence else (0, 0))
         assert last.sequence is not None
-        return last if last.sequence.request.priority > sequence.request.priority else None
+        return last if last.sequence.request.priority > priority else None
 
     def _place(self, sequence: Sequence, slot: Slot, version: int, by_slot: dict[int, Placement], plan: Plan) -> Placement:
         request = sequence.request
@@ -187,8 +217,9 @@ class SlotPolicy:
         if sequence.forgotten:
             self.drop(sequence)
             return
-        self._clock += 1
-        slot.kv, slot.used, slot.sequence = slot.stored, self._clock, None
+        self._parked += 1
+        slot.kv, slot.parked, slot.sequence = slot.stored, self._parked, None
+        slot.keep_until = self._step + self._keep_steps * slot.kv
         sequence.slot = None
 
     def drop(self, sequence: Sequence) -> None:

@@ -28,6 +28,11 @@ def decode(s: Sequence, token: int, version: int = 0) -> None:
     s.append(token, -1.0, version)
 
 
+def steps(policy: SlotPolicy, count: int) -> None:
+    for _ in range(count):
+        policy.stepped()
+
+
 A, B = list(range(100, 120)), list(range(200, 220))
 
 
@@ -103,12 +108,39 @@ def test_the_least_worth_keeping_is_evicted_and_its_episode_is_told() -> None:
         s = sequence([episode, *A], episode=episode, priority=priority)
         policy.admit([s], 0)
         policy.park(s)
-    policy.admit([sequence(B, episode=4)], 0)  # 2 has a higher number than 1 and was used before 3
+    policy.admit([sequence(B, episode=4, priority=9)], 0)  # 2 has a higher number than 1 and was used before 3
     assert policy.evictions == 1
+    steps(policy, 10)
     back = sequence([2, *A], episode=2, priority=5)
     policy.admit([back], 0)  # takes 3's place
     assert last_admission(back).lost == "eviction"
     assert [s.episode for s in policy.slots] == [1, 4, 2]
+
+
+def test_an_idle_slot_is_kept_for_as_long_as_its_kv_would_cost_to_recompute() -> None:
+    policy = SlotPolicy(2, keep_steps=0.5)
+    idle, running = sequence(A, episode=1, priority=3), sequence(B, episode=2, priority=3)
+    policy.admit([idle, running], 0)
+    policy.park(idle)  # 19 tokens of KV: kept for 9.5 steps
+    same, older, back = (sequence([9] * 20, episode=e, priority=p) for e, p in ((3, 3), (4, 2), (1, 3)))
+    steps(policy, 9)
+    assert not policy.can_place([same]) and policy.admit([same], 0) == Plan()
+    assert policy.can_place([older]), "an older group may take it at once"
+    assert policy.can_place([back]), "and so may its own episode"
+    assert [p.sequence for p in policy.admit([same, back], 0).placements] == [back]
+    policy.park(back)
+    steps(policy, 10)
+    assert policy.can_place([same]) and len(policy.admit([same], 0).placements) == 1
+    assert policy.evictions == 1 and policy.preemptions == 0
+
+
+def test_nothing_is_kept_while_nothing_runs() -> None:
+    policy = SlotPolicy(1)
+    first = sequence(A, episode=1)
+    policy.admit([first], 0)
+    policy.park(first)
+    newcomer = sequence(B, episode=2, priority=9)
+    assert policy.can_place([newcomer]) and len(policy.admit([newcomer], 0).placements) == 1
 
 
 def test_a_waiting_request_does_not_lose_its_own_kv_to_another_in_the_same_round() -> None:
@@ -174,6 +206,7 @@ def test_an_older_group_displaces_the_youngest_and_it_comes_back_with_what_it_ha
     assert plan.displaced == [younger] and younger.slot is None and policy.preemptions == 1
     assert policy.admit([younger], 0) == Plan()  # it can displace nobody
     policy.park(older)
+    steps(policy, 5)
     plan = policy.admit([younger], 0)
     assert [p.prefill for p in plan.placements] == [B]
     assert younger.untaken()[-1] == Admission(context=20, cached=0, prefilled=20, lost="preemption")
@@ -182,7 +215,7 @@ def test_an_older_group_displaces_the_youngest_and_it_comes_back_with_what_it_ha
 def test_equal_numbers_never_displace_each_other() -> None:
     policy = SlotPolicy(1)
     policy.admit([sequence(A, priority=3)], 0)
-    assert not policy.can_place(3) and policy.can_place(2)
+    assert not policy.can_place([sequence(B, priority=3)]) and policy.can_place([sequence(B, priority=2)])
     assert policy.admit([sequence(B, priority=3)], 0) == Plan()
 
 
@@ -230,7 +263,10 @@ class Rows(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
+        possible = self.policy.can_place(self.waiting)
         plan = self.policy.admit(self.waiting, self.version)
+        assert possible == bool(plan.placements)
+        assert plan.placements or self.running or not self.waiting, "the engine would stand still"
         for s in plan.displaced:
             self.running.remove(s)
         self.preempted += len(plan.displaced)
@@ -269,6 +305,7 @@ class Rows(RuleBasedStateMachine):
             assert s.slot is not None
             self.rows[s.slot.row][len(s.tokens) - 1] = (s.tokens[-1], self.version)
             decode(s, token, self.version)
+        self.policy.stepped()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), kept=st.booleans())
