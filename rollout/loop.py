@@ -86,6 +86,7 @@ class EpisodeLoop:
         self._interrupted = False
         self._entered = False
         self._requests = 0
+        self._generating = 0.0
         self.request: str | None = None
         """The id of the request that the engine has, if any."""
         self.dropped = ""
@@ -265,6 +266,7 @@ class EpisodeLoop:
         host.gate.enter(first=not self._entered)
         self._entered = True
         host.activity.begin("generate")
+        began = now()
         finish: FinishReason | None = None
         try:
             async for chunk in host.engine.generate(request):
@@ -272,6 +274,7 @@ class EpisodeLoop:
                 finish = chunk.finish
         finally:
             host.activity.end("generate")
+            self._generating += now() - began
             timer.cancel()
             self.request = None
             host.gate.leave()
@@ -333,6 +336,9 @@ class EpisodeLoop:
         """The turn is over: close it, and give the action its text."""
         action = [*self.log.action, *self._piece.tokens]
         renderer = self._host.renderer
+        if self._generating:  # else the turn was sampled elsewhere
+            self._host.metrics.observe("segue_turn_generate_seconds", self._generating)
+            self._generating = 0.0
         self._write(self._piece.complete(renderer.closing(action), renderer.text(action)))
 
     async def _step(self) -> None:

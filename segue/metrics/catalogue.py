@@ -227,6 +227,13 @@ _ROLLOUT = (
     _gauge("segue_requests_running", "requests", ("rollout",), "Requests in an engine slot now."),
     _gauge("segue_episodes_running", "episodes", ("rollout",), "Episode loops of this node, those waiting included."),
     _histogram(
+        "segue_turn_generate_seconds",
+        "seconds",
+        ("rollout",),
+        CALL_SECONDS,
+        "Time to sample one action: its requests to the engine from submission to last token, waits for a slot included.",
+    ),
+    _histogram(
         "segue_rollout_pause_seconds",
         "seconds",
         ("rollout",),
