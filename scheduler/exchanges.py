@@ -71,13 +71,19 @@ class Exchanges:
         shell = self._shell
         tally = shell.core.tables.tally
         if exchange.session > link.session and exchange.info is not None:
-            link.begin(exchange.session)
             info = exchange.info
+            if info.max_episodes < 1:
+                raise ValueError(f"{link.name} joins with max_episodes = {info.max_episodes}: it must be at least 1")
+            link.begin(exchange.session)
             return await self._take_in(link, exchange, e.NodeJoined(link.name, exchange.session, info.max_episodes, info.slots))
         if exchange.session != link.session or link.over:
             tally.count("refused", "stale_session")
             return self._reply(exchange, fenced=True)
         heard = e.NodeHeard(link.name, exchange.session)
+        if exchange.info is not None and exchange.number < link.number:
+            # The first exchange of a session that is long under way: another process that calls itself the same.
+            tally.count("refused", "stale_session")
+            return self._reply(exchange, fenced=True)
         if link.reply is not None and exchange.number <= link.number:
             tally.count("refused", "duplicate")
             await shell.commit("exchange", [heard])

@@ -176,5 +176,6 @@ class Report:
                 }
                 for node in core.tables.nodes
             },
+            "finished_at": core.intake.finished_at,
             "stopped": core.tables.stopped,
         }

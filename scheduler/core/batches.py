@@ -16,7 +16,7 @@ from scheduler.core.episodes import Episode, Group
 from scheduler.core.groups import Groups
 from scheduler.core.progress import Progress
 from scheduler.core.tables import Tables
-from segue.episode import DropReason, State
+from segue.episode import DropReason, Purpose, State
 
 DELIVERED, TRAINED, QUEUED = State.DELIVERED, State.TRAINED, State.QUEUED
 
@@ -49,7 +49,7 @@ class Batches:
 
     def began(self, episode: Episode, version: int) -> None:
         """The episode's first token was sampled: from now on it can go over age."""
-        if self._policy == "drop":
+        if self._policy == "drop" and episode.group.purpose is Purpose.TRAIN:
             heapq.heappush(self._oldest, (self._t.versions.step(version), episode.id, episode))
             self._t.meter.operations += 1 + len(self._oldest).bit_length()
 

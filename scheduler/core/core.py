@@ -171,16 +171,15 @@ class SchedulerCore:
     def _standing(self, now: float) -> None:
         """A node came, went or loaded, or a version was published."""
         t = self.tables
-        versions = [node.version for node in t.nodes if node.version != NO_VERSION]
-        t.waiting.everywhere = min(versions, default=0)
+        t.waiting.everywhere = t.nodes.oldest()
         self.updates.advance(now)
         if self._sync:
-            held = t.versions.newest == NO_VERSION or bool(self.updates.behind())
+            held = t.versions.newest == NO_VERSION or not t.nodes.all_run(t.versions.newest)
             t.room = t.room or (self.admission.held and not held)
             self.admission.held = held
-        if t.nodes or t.stopped:
+        if len(t.nodes) or t.stopped:
             t.timers.disarm(NODES, 0)
-        else:
+        elif t.tally["joined",]:  # until the first one is there, the driver watches the start
             t.timers.arm(NODES, 0, now + self._alone_seconds)
 
     # --- events of no single part ---------------------------------------------------------------------------------------
@@ -223,8 +222,7 @@ class SchedulerCore:
         if t.stopped:
             return
         t.stopped = event.reason or "stopped"
-        groups = [*self.groups.live.values(), *(g for run in self.evaluation.runs.values() for g in run.groups)]
-        for group in groups:
+        for group in [*self.groups.live.values(), *self.evaluation.running()]:
             self.groups.drop(group, DropReason.SHUTDOWN)
         self.batches.stop()
         t.standing = True

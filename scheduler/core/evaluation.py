@@ -9,6 +9,8 @@ from scheduler.core.leases import Leases
 from scheduler.core.tables import Tables
 from segue.episode import State, Task
 
+RUNNING = (State.PENDING, State.LEASED, State.PARKED)
+
 
 class EvalRun:
     """One evaluation: `success` and `rewards` have one entry per finished episode, in the order in which they finished."""
@@ -71,6 +73,11 @@ class Evaluation:
         run.failed += 1
         self._t.tally.count("eval_episodes", "failed")
         self._check(episode.group.run, run)
+
+    def running(self) -> list[Group]:
+        """The groups whose episode has neither finished nor failed."""
+        groups = [group for run in self.runs.values() for group in run.groups]
+        return [group for group in groups if group.members and group.members[0].state in RUNNING]
 
     def _check(self, name: str, run: EvalRun) -> None:
         if run.done:

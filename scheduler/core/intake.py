@@ -51,6 +51,7 @@ class Intake:
         self._evaluation = evaluation
         self.tokens = 0
         self.eval_tokens = 0
+        self.finished_at: float | None = None
 
     def delta(self, head: DeltaHead, now: float) -> Sequence[Command]:
         """Nothing if the delta is accepted: then its payload belongs to the log."""
@@ -117,6 +118,7 @@ class Intake:
             self._broken(episode, "bad_totals")
             return
         t = self._t
+        self.finished_at = now
         episode.finish = event
         self._leases.release(episode)
         if episode.group.purpose is not Purpose.TRAIN:

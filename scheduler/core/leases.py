@@ -53,7 +53,7 @@ class Leases:
                 return
             self.fence(old, "replaced", now)
         node = Node(name, session, max_episodes, now)
-        t.nodes.by_name[name] = node
+        t.nodes.add(node)
         t.tally.count("joined")
         t.standing = True
         t.timers.arm(LEASE, name, now + self._lease_seconds)
@@ -78,11 +78,9 @@ class Leases:
         """End the session: its attempts are lost, and nothing it says counts any more."""
         t = self._t
         assert node.alive
-        node.alive = False
         node.mates.clear()
-        del t.nodes.by_name[node.name]
+        t.nodes.remove(node)
         t.timers.disarm(LEASE, node.name)
-        t.nodes.touch(node)
         t.tally.count("fenced", reason)
         t.out.append(Fence(node.name, node.session, reason))
         why = "fenced" if reason in ("update_deadline", "load_failed") else "node_lost"

@@ -81,8 +81,11 @@ class Updates:
 
     def behind(self) -> list[Node]:
         """Living nodes that do not run the newest version."""
-        newest = self._t.versions.newest
-        return [node for node in self._t.nodes if node.version != newest] if newest != NO_VERSION else []
+        newest, nodes = self._t.versions.newest, self._t.nodes
+        if newest == NO_VERSION or nodes.all_run(newest):
+            return []
+        self._t.meter.operations += len(nodes)
+        return [node for node in nodes if node.version != newest]
 
     # --- rounds ---------------------------------------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ class Updates:
             return
         del round.expecting[node.name]
         round.loaded.append(node.name)
-        node.version = report.version
+        self._t.nodes.loaded(node, report.version)
         node.load_failures = 0
         self._open(node)
         figures = self.figures

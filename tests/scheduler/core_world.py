@@ -449,6 +449,10 @@ class World:
         progress = core.progress
         assert progress.committed <= progress.trained <= progress.formed
         assert progress.formed - progress.trained <= (self.config.data.prefetch or 0) + 1 or self.rewound
+        if not self.stopped:
+            assert table.eval_counts[State.DROPPED] == 0, "evaluation has no age limit and no queue"
+            ended = sum(run.finished + run.failed for run in core.evaluation.runs.values())
+            assert ended + len(core.evaluation.running()) == sum(run.n for run in core.evaluation.runs.values())
         leased = 0
         for node in core.tables.nodes:
             assert len(node.leased) <= node.max_episodes

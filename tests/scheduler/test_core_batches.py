@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from core_world import ModelNode, World, make_config
+from core_world import ModelNode, World, make_config, task
 
 from scheduler.core import events as e
 from segue.episode import DropReason, State
@@ -101,6 +101,17 @@ def test_policy_drop_keeps_the_group_if_enough_members_are_young() -> None:
         world.finish(slow, lease)
     plan = next(plan for plan in world.plans.values() if any(g.group == 0 for g in plan.groups))
     assert len(plan.groups[0].members) == 3 and plan.over_age == 0
+
+
+def test_evaluation_has_no_age() -> None:
+    world, slow, fast = slow_and_fast(policy="drop")
+    world.send(e.EvalStarted("slow", [task(9)], 0.0))
+    for lease in list(slow.leases.values()):
+        world.finish(slow, lease)
+    (lease,) = [lease for lease in slow.leases.values() if lease.grant.purpose == "eval"]
+    world.delta(slow, lease, tokens=5)
+    fast_steps(world, fast, 4)
+    assert slow.leases[lease.grant.episode] is lease
 
 
 def test_policy_train_takes_everything_and_says_how_much_was_over_age() -> None:

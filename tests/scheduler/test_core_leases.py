@@ -201,6 +201,21 @@ def test_f10_evaluation_has_no_place_in_admission_and_admission_none_for_it() ->
     assert world.core.tables.episodes.eval_counts[State.LEASED] == 5, "the same name again is a repeated call"
 
 
+def test_a_stop_drops_what_runs_and_leaves_what_was_evaluated() -> None:
+    world = opened([4])
+    world.send(e.EvalStarted("now", [task(1), task(2)], 0.0))
+    node = world.nodes["rollout-0"]
+    for lease in [lease for lease in node.leases.values() if lease.grant.purpose == "train"]:
+        world.finish(node, lease)
+    evals = [lease for lease in node.leases.values() if lease.grant.purpose == "eval"]
+    world.delta(node, evals[0], reward=1.0)
+    world.finish(node, evals[0])
+    world.stopped = True
+    world.send(e.StopRequested("enough"))
+    counts = world.core.tables.episodes.eval_counts
+    assert (counts[State.DELIVERED], counts[State.DROPPED]) == (1, 1)
+
+
 def test_an_evaluation_of_nothing_is_done() -> None:
     world = opened([2])
     world.send(e.EvalStarted("empty", [], 0.0))

@@ -87,8 +87,8 @@ def test_the_least_loaded_node_with_room_at_the_version() -> None:
     table = NodeTable(Meter())
     nodes = [Node(f"n{i}", 1, 4, 0.0) for i in range(3)]
     for index, node in enumerate(nodes):
-        node.version = index
-        table.by_name[node.name] = node
+        table.add(node)
+        table.loaded(node, index)
         table.touch(node)
     fake = Episode(0, group(0), 0)
     nodes[2].leased[0] = fake
@@ -105,7 +105,8 @@ def test_the_least_loaded_node_with_room_at_the_version() -> None:
     assert table.least_loaded(0) is nodes[2], "full nodes and closed ones are not offered"
     for _ in range(1000):
         table.touch(nodes[2])
-    assert len(table._free) < 200
+    assert table._entries < 200
+    assert table.oldest() == 0 and not table.all_run(2)
 
 
 def test_the_tally_reads_by_name() -> None:

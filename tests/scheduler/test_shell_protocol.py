@@ -155,8 +155,23 @@ def test_an_old_session_an_unknown_one_and_a_wrong_number_are_fenced(tmp_path: P
         hand.session = 2
         assert (await hand.say(number=5)).fenced, "it has had replies that we never gave"
         assert (await hand.say(number=6)).fenced
-        hand.session, hand.seen = 3, 0
+        hand.session, hand.seen = 2, 0
+        assert (await hand.say(info=INFO, number=0)).fenced
+        hand.session = 3
         assert not (await hand.say(info=INFO, number=0)).fenced
+        await world.stop()
+
+    run(course)
+
+
+def test_another_process_with_the_same_name_and_session_is_fenced(tmp_path: Path) -> None:
+    async def course() -> None:
+        world, hand = await ready(tmp_path)
+        await hand.say()
+        assert (await hand.say(info=INFO, number=0)).fenced
+        with pytest.raises(RemoteError, match="max_episodes = 0"):
+            hand.session = 7
+            await hand.say(info=port.NodeInfo(0, 0), number=0)
         await world.stop()
 
     run(course)
