@@ -8,7 +8,7 @@ padded), then one forward pass per token with a `DynamicCache`, log-softmax, inv
 ids taken to Python. The engine gets the same contexts as so many requests from as many consumers, through its asyncio front, its
 thread and its chunks. Both are timed from contexts to the last token id. The process is pinned to one core.
 
-A third figure, `churn_ratio_to_hf`, is about what the loop cannot do at all: more episodes than slots, each in short turns of
+Another figure, `churn_ratio_to_hf`, is about what the loop cannot do at all: more episodes than slots, each in short turns of
 random length with an observation between them, so that sequences join and leave all the time. It compares the engine's tokens per
 second there with the loop's on its full batch.
 """
@@ -138,13 +138,13 @@ async def engine_batch(
 
 
 async def churn(engine: EmbeddedEngine, args: argparse.Namespace, pair: int) -> tuple[int, float]:
-    """Half as many episodes again as slots, in groups of 8, each in turns until it has `new` tokens: (tokens, seconds)."""
+    """Three episodes per slot, in groups of 8, each in turns until it has `new` tokens: (tokens, seconds)."""
     generator = torch.Generator().manual_seed(args.seed + 1000 * pair + 2)
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (1,), generator=generator))
 
-    episodes = args.sequences * 3 // 2
+    episodes = 3 * args.sequences
     prompts = [torch.randint(0, args.vocabulary, (args.context,), generator=generator).tolist() for _ in range(-(-episodes // 8))]
     plans = []
     for _ in range(episodes):
