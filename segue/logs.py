@@ -63,6 +63,11 @@ class _FileHandler(logging.FileHandler):
             print(f"{self.baseFilename} cannot be written ({error.strerror}): log lines are lost.", file=sys.stderr)
 
 
+def _ours_or_loud(record: logging.LogRecord) -> bool:
+    """Some libraries set their own loggers to DEBUG: what is not ours is written from WARNING on."""
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] in PACKAGES
+
+
 class CountingHandler(logging.Handler):
     """Counts every record in `segue_log_messages_total` by level."""
 
@@ -93,6 +98,7 @@ class ProcessLog:
             self._handlers.append(CountingHandler(metrics))
         root = logging.getLogger()
         for handler in self._handlers:
+            handler.addFilter(_ours_or_loud)
             root.addHandler(handler)
         self._levels = {name: logging.getLogger(name).level for name in PACKAGES}
         for name in PACKAGES:

@@ -268,6 +268,10 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    def log_of(self, process: str) -> Path:
+        """The log of a process by its name, for instance "rollout-0"."""
+        return self.logs / f"{process}.log"
+
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"

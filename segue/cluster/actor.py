@@ -7,27 +7,22 @@ one `bytes` of MessagePack; errors come back as values (`Failure`), because Ray 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from segue import wire
 from segue.cluster.peers import RayPeer
-from segue.cluster.roles import GET_FACTS, RoleSpec
+from segue.cluster.processes import output_to
+from segue.cluster.roles import GET_FACTS, RoleSpec, failure_of
 from segue.cluster.wiring import Host, build_host
-from segue.errors import RunFailed, UserError
+from segue.errors import UserError
 from segue.ports.rpc import Done, Failure
+from segue.rundir import RunDir
 
 log = logging.getLogger(__name__)
-
-
-def failure_of(error: BaseException, part: str) -> Failure:
-    """An error as a value: the part that failed first, and the sentence."""
-    if isinstance(error, RunFailed):
-        return Failure("run", error.part, error.sentence)
-    if isinstance(error, UserError):
-        return Failure("user", part, str(error))
-    return Failure("internal", part, f"{part} failed: {type(error).__name__}: {error} (its log has the traceback).")
 
 
 class RoleActor:
@@ -36,6 +31,8 @@ class RoleActor:
     def __init__(self, spec: bytes) -> None:
         self._spec = wire.decode(spec, RoleSpec)
         self._host: Host | None = None
+        output_to(RunDir(Path(self._spec.run_dir)).log_of(self._spec.name))  # Ray's own files go with Ray
+        faulthandler.enable()
 
     async def pid(self) -> int:
         return os.getpid()

@@ -8,34 +8,33 @@ writes a checkpoint, then all roles stop.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray.exceptions
 
 from segue import wire
-from segue.cluster.actor import RoleActor, failure_of
+from segue.cluster.actor import RoleActor
+from segue.cluster.child import Job, run_job
 from segue.cluster.controller import Controller
 from segue.cluster.peers import RayPeer
 from segue.cluster.ports import free_port
 from segue.cluster.ray_cluster import RayCluster, create_actor
 from segue.cluster.roles import GET_FACTS, Facts, GetFacts, RoleSpec
-from segue.cluster.supervisor import Report
-from segue.config import Config, load_config, to_toml
+from segue.cluster.supervisor import died
+from segue.config import to_toml
 from segue.errors import RunFailed
-from segue.logs import ProcessLog
 from segue.ports.rpc import Failure, PeerError, ask
 from segue.rundir import RunDir
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("segue.cluster.driver")  # run as __main__
 
 T = TypeVar("T")
 MAX_POOL_RESTARTS = 5
@@ -58,11 +57,12 @@ class _Actor:
         return self.spec.role != "envpool"
 
     async def remote(self, method: str, *arguments: Any) -> Any:
-        """Call an actor method; a dead actor is a `RunFailed` that names it, a `Failure` it returned as well."""
+        """Call an actor method; a dead actor is `Died`, a `Failure` it returned a `RunFailed`."""
         try:
             reply = await asyncio.wrap_future(getattr(self.handle, method).remote(*arguments).future())
         except ray.exceptions.RayError as error:
-            raise Died(self.name, error) from None
+            log.info("%s does not answer %s any more: %s", self.name, method, error)
+            raise Died(died(self.name, RunDir(Path(self.spec.run_dir)))) from None
         if isinstance(reply, bytes):
             with contextlib.suppress(wire.UnknownMessage):
                 failure = wire.decode(reply, Failure)
@@ -71,38 +71,46 @@ class _Actor:
 
 
 class Died(RunFailed):
-    """A role's process is gone."""
+    """A role's process is gone: the first cause of whatever else fails in the same moments."""
 
-    def __init__(self, part: str, error: Exception) -> None:
-        super().__init__(part, f"{part} died ({type(error).__name__}) and the run cannot go on without it: see its log.")
+    def __init__(self, failed: RunFailed) -> None:
+        super().__init__(failed.part, failed.sentence)
+
+
+async def first_cause(failed: Iterable[asyncio.Task[Any]], others: Iterable[asyncio.Task[Any]]) -> BaseException:
+    """The death among the errors of `failed`, and of `others` if they fail within moments; without one, the first error."""
+    errors = [error for task in failed if (error := task.exception()) is not None]
+    pending = [task for task in others if not task.done()]
+    if pending and not any(isinstance(error, Died) for error in errors):
+        done, _ = await asyncio.wait(pending, timeout=DEATHS_SETTLE_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+        errors += [error for task in done if not task.cancelled() and (error := task.exception()) is not None]
+    return next((error for error in errors if isinstance(error, Died)), errors[0])
 
 
 class Driver:
     """One run on Ray. `run` returns the exit code."""
 
-    def __init__(
-        self, run: RunDir, config: Config, model: str, resume: str, attempt: int, only_eval: bool, report: Report
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._model = model
-        self._resume = resume
-        self._attempt = attempt
-        self._only_eval = only_eval
-        self._report = report
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._run = job.run
+        self._config = job.config
+        self._report = job.report
         self._actors: dict[str, _Actor] = {}
         self._ends: dict[asyncio.Task[Any], _Actor] = {}
+        self._restarts: set[asyncio.Task[Any]] = set()
+        self._silent: set[str] = set()
         self._pool_restarts = 0
         self._interrupted = asyncio.Event()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted.set)
-        cluster = RayCluster(self._config)
+        cluster = RayCluster(self._config, self._job.scratch)
         try:
             for pid, part in cluster.processes():
                 self._report.process(pid, part, fatal=True)
-            await self._within_start("the start of the roles", self._start())
+            await self._within_start("The start of the roles", self._start())
+            self._report.started()
             code = await self._course()
         finally:
             self._report.stopping()
@@ -121,7 +129,8 @@ class Driver:
             ("learner", config.learner.ranks, config.learner.gpus),
         ):
             for rank in range(count):
-                self._create(role, rank, count, gpus)
+                actor = self._create(role, rank, count, gpus)
+                self._actors[actor.name] = actor
         await self._each(self._actors.values(), self._introduce)
         await self._each(self._actors.values(), lambda actor: actor.remote("build"))
         for actor in self._actors.values():
@@ -143,14 +152,12 @@ class Driver:
             world=world,
             run_dir=str(self._run.path),
             config=to_toml(self._config),
-            model_path=self._model,
+            model_path=self._job.model,
             rendezvous=rendezvous,
-            resume=self._resume,
-            attempt=self._attempt,
+            resume=self._job.resume,
+            attempt=self._job.attempt,
         )
-        actor = _Actor(spec, gpus)
-        self._actors[actor.name] = actor
-        return actor
+        return _Actor(spec, gpus)
 
     def _free_address(self) -> str:
         interface = self._config.cluster.interface
@@ -162,12 +169,17 @@ class Driver:
     def _watch(self, actor: _Actor) -> None:
         self._ends[asyncio.create_task(actor.remote("run"))] = actor
 
-    async def _each(self, actors: Iterable[_Actor], do: Callable[[_Actor], Awaitable[Any]]) -> None:
-        """`do` for all at once; the first failure is raised, deaths before others."""
-        results = await asyncio.gather(*(do(actor) for actor in actors), return_exceptions=True)
-        errors = [r for r in results if isinstance(r, BaseException)]
-        if errors:
-            raise next((e for e in errors if isinstance(e, Died)), errors[0])
+    async def _each(self, actors: Iterable[_Actor], do: Callable[[_Actor], Coroutine[Any, Any, Any]]) -> None:
+        """`do` for all at once; the first failure is raised at once, deaths before others."""
+        tasks = [asyncio.create_task(do(actor)) for actor in actors]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task for task in done if task.exception() is not None]
+            if failed:
+                raise await first_cause(failed, tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _within_start(self, what: str, work: Awaitable[T]) -> T:
         seconds = self._config.cluster.start_seconds
@@ -184,7 +196,7 @@ class Driver:
     async def _course(self) -> int:
         learners = [task for task, actor in self._ends.items() if actor.spec.role == "learner"]
         learned = asyncio.gather(*learners, return_exceptions=True)
-        controller = Controller(self._config, self._run, self._actors["scheduler-0"].peer, learned, only_eval=self._only_eval)
+        controller = Controller(self._config, self._run, self._actors["scheduler-0"].peer, learned, only_eval=self._job.only_eval)
         course = asyncio.create_task(controller.run())
         silence = asyncio.create_task(self._watch_silence())
         interrupt = asyncio.create_task(self._interrupted.wait())
@@ -201,53 +213,53 @@ class Driver:
             await controller.stop(failure.sentence)
             raise
         finally:
-            for task in (course, silence, interrupt):
+            for task in (course, silence, interrupt, *self._restarts):
                 task.cancel()
 
     async def _until_end(self, course: asyncio.Task[Any], silence: asyncio.Task[Any], interrupt: asyncio.Task[Any]) -> None:
         """Until the course is over or interrupted; raises the first cause when a part fails."""
         while True:
-            await asyncio.wait([course, silence, interrupt, *self._ends], return_when=asyncio.FIRST_COMPLETED)
-            ended = [(task, self._ends.pop(task)) for task in list(self._ends) if task.done()]
-            failed = [(task, actor) for task, actor in ended if task.exception() is not None]
-            for task, actor in failed:
-                if not actor.fatal and isinstance(task.exception(), Died):
-                    await self._restart_pool(actor)
-            causes = [task.exception() for task, actor in failed if actor.fatal or not isinstance(task.exception(), Died)]
-            if silence.done():
-                causes.append(silence.exception())
-            if course.done() and course.exception() is not None:
-                causes.append(course.exception())
-            if causes:
-                raise await self._first_cause([c for c in causes if c is not None])
+            waiting = {course, silence, interrupt, *self._restarts, *self._ends}
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            failed = []
+            for task in done - {interrupt}:
+                actor = self._ends.pop(task, None)
+                self._restarts.discard(task)
+                error = task.exception()
+                if actor is not None and not actor.fatal and isinstance(error, Died):
+                    self._restarts.add(asyncio.create_task(self._restart_pool(actor)))
+                elif error is not None:
+                    failed.append(task)
+            if failed:
+                raise await first_cause(failed, self._ends)
             if course.done() or interrupt.done():
                 return
 
-    async def _first_cause(self, causes: list[BaseException]) -> BaseException:
-        if not any(isinstance(cause, Died) for cause in causes) and self._ends:
-            await asyncio.wait(self._ends, timeout=DEATHS_SETTLE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            causes += [t.exception() for t in self._ends if t.done() and t.exception() is not None]  # type: ignore[misc]
-        return next((cause for cause in causes if isinstance(cause, Died)), causes[0])
-
     async def _restart_pool(self, dead: _Actor) -> None:
-        self._pool_restarts += 1
-        if self._pool_restarts > MAX_POOL_RESTARTS:
-            raise RunFailed(dead.name, f"{dead.name} died for the {self._pool_restarts}th time: see its log.")
-        log.warning("%s died; starting it again (%d of %d)", dead.name, self._pool_restarts, MAX_POOL_RESTARTS)
-        print(f"{dead.name} died; starting it again, its episodes go on from their snapshots.", flush=True)
-        pool = self._create("envpool", dead.spec.rank, dead.spec.world, 0.0)
-        await self._within_start(f"the restart of {dead.name}", self._bring_up(pool))
+        """Put a new pool in the place of a dead one; the run goes on meanwhile, without environments."""
+        while True:
+            self._pool_restarts += 1
+            if self._pool_restarts > MAX_POOL_RESTARTS:
+                raise RunFailed(dead.name, f"Env pools died {self._pool_restarts} times: see {self._run.log_of(dead.name)}.")
+            log.warning("%s died; starting it again (%d of %d)", dead.name, self._pool_restarts, MAX_POOL_RESTARTS)
+            print(f"{dead.name} died; starting it again, its episodes go on from their snapshots.", flush=True)
+            pool = self._create("envpool", dead.spec.rank, dead.spec.world, 0.0)
+            try:
+                return await self._within_start(f"The restart of {dead.name}", self._bring_up(pool))
+            except Died as failure:
+                if failure.part != pool.name:
+                    raise
 
     async def _bring_up(self, pool: _Actor) -> None:
         await self._introduce(pool)
         await pool.remote("build")
-        for other in self._actors.values():
-            if other is not pool:
-                await pool.remote("connect", other.name, other.handle)
+        others = [actor for actor in self._actors.values() if actor.name != pool.name]
+        for other in others:
+            await pool.remote("connect", other.name, other.handle)
         await pool.remote("start")
-        for other in self._actors.values():
-            if other is not pool:
-                await other.remote("connect", pool.name, pool.handle)
+        for other in others:
+            await other.remote("connect", pool.name, pool.handle)
+        self._actors[pool.name] = pool
         self._watch(pool)
 
     async def _watch_silence(self) -> None:
@@ -259,8 +271,10 @@ class Driver:
                 async with asyncio.timeout(seconds):
                     await actor.remote("pid")
             except TimeoutError:
+                self._silent.add(actor.name)
+                log_path = self._run.log_of(actor.name)
                 raise RunFailed(
-                    actor.name, f"{actor.name} has not answered for cluster.silence_seconds = {seconds:g}: see its log."
+                    actor.name, f"{actor.name} has not answered for cluster.silence_seconds = {seconds:g}: see {log_path}."
                 ) from None
             except Died:
                 pass  # the end of its `run` tells
@@ -285,7 +299,7 @@ class Driver:
     async def _stop(self) -> None:
         """Stop all roles, nodes before pools and the scheduler last; those that are dead or do not answer are left to Ray."""
         for roles in (("learner", "rollout"), ("envpool",), ("scheduler",)):
-            group = [a for a in self._actors.values() if a.spec.role in roles]
+            group = [a for a in self._actors.values() if a.spec.role in roles and a.name not in self._silent]
             tasks = [asyncio.create_task(actor.remote("stop")) for actor in group]
             if tasks:
                 await asyncio.wait(tasks, timeout=self._config.cluster.stop_seconds)
@@ -296,29 +310,8 @@ class Driver:
 
 
 def main() -> int:
-    """`python -m segue.cluster.driver RUN MODEL ATTEMPT [--resume CHECKPOINT] [--only-eval]`: started by the supervisor."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("model")
-    parser.add_argument("attempt", type=int)
-    parser.add_argument("--resume", default="")
-    parser.add_argument("--only-eval", action="store_true")
-    arguments = parser.parse_args()
-    report = Report()
-    run = RunDir.open(arguments.run)
-    with ProcessLog(run.logs, "driver", "0"):
-        try:
-            config = load_config(run.config)
-            driver = Driver(run, config, arguments.model, arguments.resume, arguments.attempt, arguments.only_eval, report)
-            code = asyncio.run(driver.run())
-            report.result(code)
-            return code
-        except Exception as error:
-            failure = failure_of(error, "driver")
-            log.exception("the run ended")
-            code = 2 if failure.fault == "user" else 1
-            report.result(code, failure.error, failure.sentence)
-            return code
+    """`python -m segue.cluster.driver`: started by the supervisor."""
+    return run_job("driver", lambda job: asyncio.run(Driver(job).run()))
 
 
 if __name__ == "__main__":

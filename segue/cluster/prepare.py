@@ -10,7 +10,7 @@ from segue.cluster.devices import with_devices
 from segue.cluster.plan import plan_lines
 from segue.config import Config, load_config, to_toml
 from segue.errors import UserError
-from segue.rundir import RunDir
+from segue.rundir import CheckpointFolder, RunDir
 
 
 @dataclass(frozen=True)
@@ -25,23 +25,21 @@ class Prepared:
     only_eval: bool = False
 
 
-def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool) -> Prepared:
+def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool, serial: bool = False) -> Prepared:
     """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`."""
     config = with_devices(load_config(config_path, overrides))
     check_model(config)
-    text = to_toml(config)
+    if serial:
+        _check_serial(config)
     now = datetime.now()
+    checkpoint = None
     if resume:
         assert run_path is not None
-        run = RunDir.resume(run_path, text)
+        run, checkpoint = _resume(run_path, config)
     elif run_path is not None:
-        run = RunDir.create(run_path, text)
+        run = RunDir.create(run_path, to_toml(config))
     else:
-        run = RunDir.create_default(config_path, text, now)
-    checkpoint = run.latest_checkpoint() if resume else None
-    if checkpoint is not None:
-        run.truncate_metrics(checkpoint.step)
-    run.clear_targets()
+        run = RunDir.create_default(config_path, to_toml(config), now)
     attempt = run.begin_attempt(now, checkpoint.step if checkpoint else None)
     for line in plan_lines(config, str(config_path), run.path, _model_text(config)):
         print(line, flush=True)
@@ -50,20 +48,42 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
     return Prepared(config, run, find_model(config), str(checkpoint.path) if checkpoint else "", attempt)
 
 
+def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:
+    """The run at `path`, ready to go on from its newest checkpoint; nothing of it is changed unless it can."""
+    checkpoint = RunDir.open(path).latest_checkpoint()
+    if checkpoint.step > config.steps:
+        raise UserError(
+            f"The run in {path} is at step {checkpoint.step} and steps = {config.steps}: raise steps to go on with it."
+        )
+    if checkpoint.step == config.steps and RunDir(path).summary.is_file():
+        raise UserError(
+            f"The run in {path} has done its {config.steps} steps: raise steps to go on, for instance with --set steps."
+        )
+    run = RunDir.resume(path, to_toml(config))
+    run.truncate_metrics(checkpoint.step)
+    run.clear_targets()
+    return run, checkpoint
+
+
+def _check_serial(config: Config) -> None:
+    if config.learner.ranks > 1:
+        raise UserError(f"--serial runs one learner rank, and learner.ranks = {config.learner.ranks}: add --set learner.ranks=1.")
+    if config.rollout.engine != "embedded":
+        raise UserError(
+            f"--serial runs the embedded engine only, and rollout.engine = {config.rollout.engine!r}: "
+            "add --set rollout.engine=embedded."
+        )
+
+
 def find_model(config: Config) -> str:
     """The folder (or hub name) to start from; makes the warm start if it is asked for and not cached."""
     return config.model.path or str(_warm_start(config))
 
 
 def check_model(config: Config) -> None:
-    """A model folder that is none is found before anything starts. Names of a hub are left to the loader."""
+    """A model folder that is none is found before anything starts."""
     path = config.model.path
-    if not path:
-        return
-    folder = Path(path)
-    if not folder.exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        return
-    if not (folder / "config.json").is_file():
+    if path and not (Path(path) / "config.json").is_file():
         raise UserError(f"model.path = {path!r} is no Hugging Face model folder (it has no config.json): name one that is.")
 
 

@@ -1,35 +1,65 @@
-"""Linux process facts: dying with one's parent, adopting orphans, ending a family of processes and nothing else."""
+"""Linux process facts: ending with one's parent, adopting orphans, ending a family of processes and nothing else."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import select
 import signal
+import sys
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl failed")
-
-
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process as soon as its parent ends; at once if `parent` has already ended."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def adopt_orphans() -> None:
     """Descendants whose parents die become children of this process, so that none can escape `end_family`."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def end_with_parent(parent: int, last: Callable[[], None] = lambda: None) -> None:
+    """When `parent` ends, end all descendants of this process, call `last`, and exit: at once if it has ended already.
+
+    A thread waits for it, because the main thread may be stuck in what it does; and a signal would reach this process only.
+    """
+    adopt_orphans()
+    try:
+        pidfd = os.pidfd_open(parent)
+    except ProcessLookupError:
+        _end(last)
+    else:
+        if os.getppid() != parent:  # it ended, and another process has its number now
+            _end(last)
+        threading.Thread(target=_end_after, args=(pidfd, last), name="parent", daemon=True).start()
+
+
+def _end_after(pidfd: int, last: Callable[[], None]) -> None:
+    select.select([pidfd], [], [])
+    _end(last)
+
+
+def _end(last: Callable[[], None]) -> None:
+    end_family(grace_seconds=0.0)
+    last()
+    os._exit(1)
+
+
+def output_to(path: Path) -> None:
+    """Append to `path` from now on what this process and its children print, native libraries included."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
 
 
 def end_family(grace_seconds: float, kill_seconds: float = 10.0) -> list[str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,9 @@ _NAMES = {"gcs_server": "Ray's control store (gcs_server)", "raylet": "Ray's nod
 
 
 class RayCluster:
-    """A local Ray. Its files go to a short path of their own, because sockets below a run directory may get too long."""
+    """A local Ray, whose files are in `folder`: a short path, because a socket's path may not be long. Its maker removes it."""
 
-    def __init__(self, config: Config) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="segue-ray-"))
+    def __init__(self, config: Config, folder: Path) -> None:
         try:
             # "local", because RAY_ADDRESS or a Ray that is already running here must not catch this run.
             ray.init(
@@ -33,11 +29,11 @@ class RayCluster:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _node_ip_address=config.cluster.interface,
-                _temp_dir=str(self._folder),
+                _temp_dir=str(folder),
             )
         except Exception as error:  # Ray's start-up raises whatever went wrong below it
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise RunFailed("ray", f"Ray did not start ({error}): look at memory, disk and ports of this machine.") from error
+            what = " ".join(str(error).split())
+            raise RunFailed("ray", f"Ray did not start ({what}): look at memory, disk and ports of this machine.") from error
 
     def processes(self) -> list[tuple[int, str]]:
         """(pid, what it is) of the parts without which Ray does not go on."""
@@ -45,13 +41,14 @@ class RayCluster:
         return [(p.pid, _NAMES[p.name()]) for p in children if p.name() in _NAMES]
 
     def stop(self) -> None:
-        """End Ray and remove its files."""
+        """End Ray."""
         ray.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def create_actor(kind: type, name: str, arguments: tuple[Any, ...], gpus: float) -> Any:
-    """A named actor of our own, never restarted by Ray: what a death means is our decision (`segue.cluster.driver`)."""
+    """A named actor of our own, never restarted by Ray: what a death means is our decision (`segue.cluster.driver`).
+
+    It inherits the supervisor's environment, OMP_NUM_THREADS included (a `runtime_env` would start Python twice per actor).
+    """
     options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1000}
-    environment = {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}}
-    return ray.remote(**options)(kind).options(name=name, runtime_env=environment).remote(*arguments)
+    return ray.remote(**options)(kind).options(name=name).remote(*arguments)

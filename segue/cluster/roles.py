@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from segue.ports.rpc import Peer, Rpc
+from segue.errors import RunFailed, UserError
+from segue.ports.rpc import Failure, Peer, Rpc
 from segue.wire import Message
 
 
@@ -45,6 +46,15 @@ class Role(Protocol):
         ...
 
     async def stop(self) -> None: ...
+
+
+def failure_of(error: BaseException, part: str) -> Failure:
+    """An error as a value: the part that failed first, and the sentence."""
+    if isinstance(error, RunFailed):
+        return Failure("run", error.part, error.sentence)
+    if isinstance(error, UserError):
+        return Failure("user", part, str(error))
+    return Failure("internal", part, f"{part} failed: {type(error).__name__}: {error} (its log has the traceback).")
 
 
 class GetFacts(Message, frozen=True):

@@ -6,27 +6,21 @@ Peers are function calls, weights are copied in memory, environments run inline,
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import logging
 import random
 import signal
 import sys
-from pathlib import Path
+from collections.abc import Awaitable
+from typing import Any
 
 from segue.clock import LogicalLoop
-from segue.cluster.actor import failure_of
+from segue.cluster.child import Job, run_job
 from segue.cluster.controller import Controller
 from segue.cluster.peers import LocalPeer
 from segue.cluster.roles import Facts, RoleSpec
-from segue.cluster.supervisor import Report
 from segue.cluster.wiring import Host, Place, build_host
-from segue.config import Config, load_config, to_toml
+from segue.config import to_toml
 from segue.errors import RunFailed
-from segue.logs import ProcessLog
-from segue.rundir import RunDir
-
-log = logging.getLogger(__name__)
 
 STOP_ORDER = (("learner", "rollout"), ("envpool",), ("scheduler",))
 
@@ -34,38 +28,32 @@ STOP_ORDER = (("learner", "rollout"), ("envpool",), ("scheduler",))
 class Serial:
     """One serial run. `run` returns the exit code."""
 
-    def __init__(self, run: RunDir, config: Config, model: str, resume: str, attempt: int, only_eval: bool) -> None:
-        self._run = run
-        self._config = config
-        self._model = model
-        self._resume = resume
-        self._attempt = attempt
-        self._only_eval = only_eval
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._run = job.run
+        self._config = job.config
         self._hosts: dict[str, Host] = {}
-        self._interrupted = False
+        self._interrupted = asyncio.Event()
 
     async def run(self) -> int:
-        signal.signal(signal.SIGINT, self._on_interrupt)
-        await self._build()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupted.set)
         try:
+            await self._build()
+            self._job.report.started()
             return await self._course()
         finally:
             await self._stop()
-
-    def _on_interrupt(self, number: int, frame: object) -> None:
-        """Noticed by the course at the next step: this loop has no thread to be woken from."""
-        self._interrupted = True
 
     async def _build(self) -> None:
         from weightsync.local import LocalHub
 
         config = self._config
-        place = Place(asyncio.get_running_loop().time, LocalHub(), self._attempt)
+        place = Place(asyncio.get_running_loop().time, LocalHub(), self._job.attempt)
         counts = (("scheduler", 1), ("envpool", config.envpool.pools), ("rollout", config.rollout.nodes), ("learner", 1))
         for role, count in counts:
             for rank in range(count):
                 text = to_toml(config)
-                spec = RoleSpec(role, rank, count, str(self._run.path), text, self._model, resume=self._resume)
+                spec = RoleSpec(role, rank, count, str(self._run.path), text, self._job.model, resume=self._job.resume)
                 self._hosts[spec.name] = await build_host(spec, place)
         for host in self._hosts.values():
             for name, other in self._hosts.items():
@@ -78,30 +66,33 @@ class Serial:
         runs = {name: asyncio.create_task(host.role.run(), name=name) for name, host in self._hosts.items()}
         scheduler = LocalPeer("scheduler-0", self._hosts["scheduler-0"].role)
         learned = asyncio.shield(runs["learner-0"])
-        controller = Controller(self._config, self._run, scheduler, learned, self._say, only_eval=self._only_eval)
+        controller = Controller(self._config, self._run, scheduler, learned, only_eval=self._job.only_eval)
         course = asyncio.create_task(controller.run())
-        waiting: set[asyncio.Task[None]] = {course, *runs.values()}
+        interrupt = asyncio.create_task(self._interrupted.wait())
+        waiting: set[asyncio.Task[Any]] = {course, interrupt, *runs.values()}
         try:
-            while not course.done():
+            while not course.done() and not interrupt.done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {course}:
                     task.result()
-            await course
-            if self._interrupted:
+            if not course.done():
+                await self._interrupt(course, learned)
                 return 130
+            await course
             controller.finish(self._facts())
             return 0
         except RunFailed as failure:
             await controller.stop(failure.sentence)
             raise
         finally:
-            for task in (course, *runs.values()):
+            for task in (course, interrupt, *runs.values()):
                 task.cancel()
 
-    def _say(self, line: str) -> None:
-        print(line, flush=True)
-        if self._interrupted:
-            asyncio.get_running_loop().create_task(self._hosts["learner-0"].role.stop())
+    async def _interrupt(self, course: asyncio.Task[None], learned: Awaitable[None]) -> None:
+        """Ctrl-C: the learner ends its step and writes a checkpoint."""
+        course.cancel()
+        await self._hosts["learner-0"].role.stop()
+        await learned
 
     def _facts(self) -> dict[str, Facts]:
         return {name: host.facts() for name, host in self._hosts.items()}
@@ -113,35 +104,18 @@ class Serial:
                     await host.stop()
 
 
-def main() -> int:
-    """`python -m segue.cluster.serial RUN MODEL ATTEMPT [--resume CHECKPOINT] [--only-eval]`: started by the supervisor."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("model")
-    parser.add_argument("attempt", type=int)
-    parser.add_argument("--resume", default="")
-    parser.add_argument("--only-eval", action="store_true")
-    arguments = parser.parse_args()
-    report = Report()
-    run = RunDir.open(arguments.run)
-    with ProcessLog(run.logs, "serial", "0"):
-        try:
-            config = load_config(run.config)
-            import torch
+def _run(job: Job) -> int:
+    import torch
 
-            torch.set_num_threads(1)
-            random.seed(config.seed)
-            with asyncio.Runner(loop_factory=LogicalLoop) as runner:
-                serial = Serial(run, config, arguments.model, arguments.resume, arguments.attempt, arguments.only_eval)
-                code = runner.run(serial.run())
-            report.result(code)
-            return code
-        except Exception as error:
-            failure = failure_of(error, "serial")
-            log.exception("the run ended")
-            code = 2 if failure.fault == "user" else 1
-            report.result(code, failure.error, failure.sentence)
-            return code
+    torch.set_num_threads(1)
+    random.seed(job.config.seed)
+    with asyncio.Runner(loop_factory=LogicalLoop) as runner:
+        return runner.run(Serial(job).run())
+
+
+def main() -> int:
+    """`python -m segue.cluster.serial`: started by the supervisor."""
+    return run_job("serial", _run)
 
 
 if __name__ == "__main__":

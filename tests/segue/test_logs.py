@@ -23,6 +23,8 @@ def test_lines_have_time_level_process_and_logger_and_are_counted(tmp_path: Path
         logging.getLogger("segue.wire").warning("refused")
         logging.getLogger("rollout.node").debug("not written")
         logging.getLogger("some.library").info("not written either")
+        logging.getLogger("chatty").setLevel(logging.DEBUG)  # as bm25s does
+        logging.getLogger("chatty").debug("nor this")
         logging.getLogger("some.library").error("but this")
     logging.getLogger("rollout.node").error("after the end")
     lines = (tmp_path / "rollout-1.log").read_text().splitlines()

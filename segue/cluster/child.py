@@ -1,0 +1,101 @@
+"""The supervised process's side of `segue.cluster.supervisor`: what it is to do, its report pipe, its end with its parent."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from segue.cluster.processes import end_with_parent
+from segue.cluster.roles import failure_of
+from segue.config import Config, load_config
+from segue.logs import ProcessLog
+from segue.rundir import RunDir
+
+REPORT_FD, SUPERVISOR, SCRATCH = "SEGUE_REPORT_FD", "SEGUE_SUPERVISOR", "SEGUE_SCRATCH"
+
+log = logging.getLogger(__name__)
+
+
+class Report:
+    """The driver's end of the pipe to its supervisor; without a supervisor (a test, a debugger) it says nothing."""
+
+    def __init__(self) -> None:
+        fd = os.environ.pop(REPORT_FD, None)
+        self._fd = int(fd) if fd else None
+        if self._fd is not None:
+            os.set_inheritable(self._fd, False)
+
+    def process(self, pid: int, part: str, fatal: bool) -> None:
+        """`pid` belongs to the run; if `fatal`, the run cannot go on without it."""
+        self._send({"pid": pid, "part": part, "fatal": fatal})
+
+    def started(self) -> None:
+        """From now on an interrupt finds something that is worth to be stopped in order."""
+        self._send({"started": True})
+
+    def stopping(self) -> None:
+        """From now on processes end because they are meant to."""
+        self._send({"stopping": True})
+
+    def result(self, code: int, part: str = "", sentence: str = "") -> None:
+        """The last word: the exit code, and what to print if the run failed."""
+        self._send({"result": {"exit": code, "part": part, "sentence": sentence}})
+
+    def _send(self, report: dict[str, Any]) -> None:
+        if self._fd is not None:
+            os.write(self._fd, json.dumps(report).encode() + b"\n")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the process is to run. `resume` is a checkpoint folder or ""; `scratch` is for files that need not last."""
+
+    run: RunDir
+    config: Config
+    model: str
+    attempt: int
+    resume: str
+    only_eval: bool
+    report: Report
+    scratch: Path
+
+
+def command_line(run: RunDir, model: str, attempt: int, resume: str, only_eval: bool) -> list[str]:
+    """The arguments that `run_job` reads."""
+    line = [str(run.path), model, str(attempt)]
+    return [*line, *(["--resume", resume] if resume else []), *(["--only-eval"] if only_eval else [])]
+
+
+def run_job(process: str, work: Callable[[Job], int]) -> int:
+    """Do `work` as the process `process`, report how it ended, and return the exit code. It ends with its supervisor."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=Path)
+    parser.add_argument("model")
+    parser.add_argument("attempt", type=int)
+    parser.add_argument("--resume", default="")
+    parser.add_argument("--only-eval", action="store_true")
+    told = parser.parse_args()
+    scratch = Path(os.environ.get(SCRATCH) or tempfile.mkdtemp(prefix="segue-"))
+    if supervisor := os.environ.pop(SUPERVISOR, ""):
+        end_with_parent(int(supervisor), lambda: shutil.rmtree(scratch, ignore_errors=True))
+    report = Report()
+    run = RunDir.open(told.run)
+    with ProcessLog(run.logs, process, "0"):
+        try:
+            config = load_config(run.config)
+            code = work(Job(run, config, told.model, told.attempt, told.resume, told.only_eval, report, scratch))
+            report.result(code)
+        except Exception as error:
+            failure = failure_of(error, process)
+            log.exception("the run ended")
+            code = 2 if failure.fault == "user" else 1
+            report.result(code, failure.error, failure.sentence)
+    return code
