@@ -51,6 +51,8 @@ class FakeEngine:
         self.dead: Exception | None = None
         self.deaf_to_aborts = False
         self.fail_load: Exception | None = None
+        self.load_seconds = 0.02
+        self.arrived_while_paused = 0
         self._open: dict[str, _Live] = {}
         self._kv: dict[int, tuple[list[int], int]] = {}
         self._lost: dict[int, str] = {}
@@ -73,6 +75,7 @@ class FakeEngine:
             raise self.dead
         assert request.id not in self._open and request.max_tokens >= 1 and request.tokens
         self.requests.append(request)
+        self.arrived_while_paused += self._paused
         live = self._open[request.id] = _Live(request)
         self._wake.set()
         try:
@@ -107,7 +110,7 @@ class FakeEngine:
     async def load(self, version: int, weights: Any) -> None:
         assert self._paused, "loaded while running"
         self.control.append(f"load {version}")
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(self.load_seconds)
         if self.fail_load is not None:
             raise self.fail_load
         self.version = version

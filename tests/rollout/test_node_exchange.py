@@ -163,7 +163,7 @@ def test_a_fenced_node_discards_and_joins_again() -> None:
 def test_an_update_of_an_old_session_says_nothing_in_the_new_one() -> None:
     async def main() -> None:
         async with World() as w:
-            w.node.receiver.seconds = 0.0
+            w.node.receiver.seconds, w.node.engine.load_seconds = 0.0, 3.0
             await w.begin_update()
             await asyncio.sleep(0.005)
             assert w.node.engine._paused

@@ -160,10 +160,11 @@ def test_an_older_attempt_is_ignored() -> None:
             second = w.scheduler.lease(0)
             await w.scheduler.push(w.node.name, second)
             await w.scheduler.push(w.node.name, first)
+            await w.scheduler.push(w.node.name, second)
             record = await w.scheduler.finished(0)
             assert record.finish is not None and record.finish.attempt == 2
             assert {key[1] for key in w.pool.replies} == {2}
-            assert w.node.metrics.value("segue_messages_refused_total", reason="stale_attempt") == 1
+            assert w.node.metrics.value("segue_messages_refused_total", reason="stale_attempt") == 2
 
     run(main())
 

@@ -105,6 +105,7 @@ def test_many_episodes_and_many_updates(mode: str) -> None:
             found = events(w)
             assert found["Paused"] == found["Resumed"] and (found["Paused"] > 0 or mode == "keep")
             assert {c for c in w.node.engine.control if c.startswith("pause")} == {f"pause {PauseMode.ABORT}"} or mode == "keep"
+            assert w.node.engine.arrived_while_paused == 0, "gates close before the engine pauses (F25)"
             pauses = w.node.metrics.value("segue_rollout_pause_seconds", reason="update")
             assert pauses == 13 == w.node.engine.control.count("resume")
 
