@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
+from rollout.embedded.requests import check_request
 from rollout.embedded.runner import DecodeBatch, Runner
 from rollout.embedded.sequence import Sequence
 from rollout.embedded.slots import KEEP_STEPS, SlotPolicy
 from rollout.embedded.stops import StopStrings
 from rollout.embedded.support import check_runner, open_config, open_model, open_tokenizer
+from rollout.embedded.watchdog import WatchedCompute
 from rollout.embedded.weights import bind
 from segue.clock import Compute, now
 from segue.errors import UserError
@@ -34,7 +36,7 @@ from segue.ports.engine import Admission, Chunk, EngineCounts, EngineDead, Finis
 from segue.ports.weights import StagedWeights
 from segue.trajectory import NO_VERSION
 
-T = TypeVar("T")
+_TOO_EARLY = "came before any weights were loaded: load weights first."
 
 
 class EmbeddedEngine:
@@ -73,6 +75,7 @@ class EmbeddedEngine:
         self._path = model_path
         self._slots, self._max_tokens, self._dtype, self._device = slots, max_tokens, dtype, device
         self._compute = compute
+        self._watched = WatchedCompute(compute, step_seconds, self._late)
         self._tokenizer = tokenizer
         self._decode_cost, self._prefill_cost = decode_cost, prefill_cost_per_token
         self._chunk_tokens, self._admit_batch, self._admit_steps = chunk_tokens, admit_batch or max(1, slots // 4), admit_steps
@@ -103,8 +106,6 @@ class EmbeddedEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._dead: EngineDead | None = None
-        self._watchdog: asyncio.TimerHandle | None = None
-        self._call_started = math.inf
 
         self._prefill_tokens = self._cached_tokens = self._decode_tokens = 0
         self._prefill_seconds = self._decode_seconds = self._load_seconds = 0.0
@@ -142,7 +143,7 @@ class EmbeddedEngine:
         if self._dead is not None:
             return
         self._dead = error
-        self._cancel_watchdog()
+        self._watched.rest()
         for sequence in self._open.values():
             sequence.out.fail(self._death())
         self._open.clear()
@@ -166,9 +167,9 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """Chunks of one action. Raises `UserError` for a request that cannot be served and `EngineDead`."""
-        await self._prepare(request)
         sequence = self._submit(request)
         try:
+            await self._queue(sequence)
             while True:
                 chunk = await sequence.out.get()
                 yield chunk
@@ -177,48 +178,30 @@ class EmbeddedEngine:
         finally:
             self._release(sequence)
 
-    async def _prepare(self, request: GenerateRequest) -> None:
-        """Refuse what cannot be served, and sift the vocabulary for stop strings not seen before."""
-        runner = self._check()
-        n = len(request.tokens)
-        if n == 0 or request.max_tokens < 1:
-            raise UserError(
-                f"Request {request.id} has {n} tokens and max_tokens = {request.max_tokens}: both must be at least 1."
-            )
-        if n + request.max_tokens > self._max_tokens:
-            raise UserError(
-                f"Request {request.id} has {n} tokens of context and may sample {request.max_tokens} more, but a slot holds "
-                f"{self._max_tokens}: raise rollout.max_tokens, or ask for fewer."
-            )
-        if min(request.tokens) < 0 or max(request.tokens) >= runner.vocabulary:
-            raise UserError(f"Request {request.id} has token ids outside of the model's vocabulary of {runner.vocabulary}.")
-        if not request.temperature >= 0.0 or math.isinf(request.temperature):
-            raise UserError(f"Request {request.id} has temperature {request.temperature}: it must be a number of at least 0.")
-        strings = request.stop_strings
-        if strings:
-            if self._stops is None:
-                raise UserError(
-                    f"Request {request.id} has stop strings, but {self._path} has no tokenizer: add one, or use stop tokens."
-                )
-            if not all(strings):
-                raise UserError(f"Request {request.id} has an empty stop string: leave it out.")
-            stops = self._stops
-            if stops.matcher(strings) is None:
-                await self._compute.run(lambda: stops.prepare(strings), 0.0)
-                self._check()
-
     def _submit(self, request: GenerateRequest) -> Sequence:
+        """From here on the request is known: a pause ends it, whatever it still waits for."""
+        runner = self._check()
+        check_request(request, self._max_tokens, runner.vocabulary, self._stops is not None)
         if request.id in self._open:
             raise UserError(f"Request id {request.id} is already in use: give every request an id of its own.")
         if self._version == NO_VERSION and not self._paused:
-            raise UserError(f"Request {request.id} came before any weights were loaded: load weights first.")
-        stops = self._stops.matcher(request.stop_strings) if self._stops is not None and request.stop_strings else None
+            raise UserError(f"Request {request.id} {_TOO_EARLY}")
         self._arrivals += 1
-        sequence = Sequence(request, self._arrivals, stops)
-        self._open[request.id] = sequence
-        self._waiting.append(sequence)
-        self._wake.set()
+        sequence = self._open[request.id] = Sequence(request, self._arrivals)
         return sequence
+
+    async def _queue(self, sequence: Sequence) -> None:
+        """Let it wait for a slot, once the vocabulary is sifted for its stop strings."""
+        strings = sequence.request.stop_strings
+        if strings:
+            stops = self._stops
+            assert stops is not None
+            if stops.matcher(strings) is None:
+                await self._compute.run(lambda: stops.prepare(strings), 0.0)
+            sequence.stops_text = stops.matcher(strings)
+        if self._open.get(sequence.request.id) is sequence:
+            self._waiting.append(sequence)
+            self._wake.set()
 
     def _release(self, sequence: Sequence) -> None:
         """The consumer is gone."""
@@ -285,9 +268,7 @@ class EmbeddedEngine:
         self._paused = False
         if self._version == NO_VERSION:
             for sequence in list(self._open.values()):
-                sequence.out.fail(
-                    UserError(f"Request {sequence.request.id} came before any weights were loaded: load weights first.")
-                )
+                sequence.out.fail(UserError(f"Request {sequence.request.id} {_TOO_EARLY}"))
         self._wake.set()
 
     async def load(self, version: int, weights: StagedWeights) -> None:
@@ -300,17 +281,19 @@ class EmbeddedEngine:
         self._loading = True
         try:
             started = now()
-            bindings = await self._call(lambda: bind(runner.model, weights), 0.0)
+            bindings = await self._watched.run(lambda: bind(runner.model, weights), 0.0)
             try:
-                await self._call(lambda: runner.load(version, bindings), 0.0)
-            except Exception as error:
-                dead = EngineDead(f"loading version {version} failed half way: {error}")
+                await self._watched.run(lambda: runner.load(version, bindings), 0.0)
+            except BaseException as error:  # a cancelled wait leaves half-changed weights behind just as a failed copy does
+                dead = EngineDead(f"loading version {version} ended half way: {type(error).__name__}: {error}")
                 dead.__cause__ = error
                 self._die(dead)
+                if isinstance(error, asyncio.CancelledError):
+                    raise
                 raise self._death() from error
         finally:
             self._loading = False
-            self._cancel_watchdog()
+            self._watched.rest()
         self._load_seconds += now() - started
         if version != self._version:
             self._version = version
@@ -321,7 +304,7 @@ class EmbeddedEngine:
     async def _serve(self) -> None:
         try:
             while True:
-                if self._paused or self._version == NO_VERSION or not self._open:
+                if self._paused or self._version == NO_VERSION or not (self._waiting or self._policy.busy):
                     self._settle()
                     await self._wake.wait()
                     continue
@@ -341,7 +324,7 @@ class EmbeddedEngine:
 
     def _settle(self) -> None:
         """Nothing is being computed. If the engine was paused: hand out everything, and end what is to end."""
-        self._cancel_watchdog()
+        self._watched.rest()
         if self._paused:
             for sequence in self._ending:
                 if sequence.finished is None:
@@ -353,7 +336,7 @@ class EmbeddedEngine:
         self._idle.set()
 
     def _admission_due(self) -> bool:
-        if len(self._waiting) == len(self._open):
+        if not self._policy.busy:
             return True
         if not self._policy.can_place(self._waiting):
             return False
@@ -373,7 +356,7 @@ class EmbeddedEngine:
         self._cached_tokens += sum(p.cached for p in plan.placements)
         if prefilled or any(p.source != p.slot.row for p in plan.placements):
             started = now()
-            await self._call(lambda: runner.admit(plan.placements), prefilled * self._prefill_cost)
+            await self._watched.run(lambda: runner.admit(plan.placements), prefilled * self._prefill_cost)
             self._prefill_seconds += now() - started
 
     def _rows(self) -> list[Sequence | None]:
@@ -398,7 +381,7 @@ class EmbeddedEngine:
             result: tuple[list[int], list[float], int] = runner.decode(batch, noise)
             return result
 
-        tokens, logprobs, version = await self._call(step, self._decode_cost)
+        tokens, logprobs, version = await self._watched.run(step, self._decode_cost)
         self._decode_seconds += now() - started
         self._policy.stepped()
         for sequence, token, logprob in zip(batch.rows, tokens, logprobs, strict=True):
@@ -413,34 +396,10 @@ class EmbeddedEngine:
             elif sequence.pending >= self._chunk_tokens:
                 sequence.flush()
 
-    async def _call(self, work: Callable[[], T], cost: float) -> T:
-        """One compute call, under the engine's deadline: past it the engine is dead, as a thread cannot be interrupted."""
-        self._call_started = now()
-        if self._watchdog is None:
-            self._watch()
-        try:
-            return await self._compute.run(work, cost)
-        finally:
-            self._call_started = math.inf
-
-    def _watch(self) -> None:
-        """Armed while the engine works. One timer for many short calls: it looks at when the present one started."""
-        self._watchdog = None
-        loop = asyncio.get_running_loop()
-        if self._call_started == math.inf:
-            return
-        deadline = self._call_started + self._step_seconds
-        if loop.time() < deadline:
-            self._watchdog = loop.call_at(deadline, self._watch)
-            return
+    def _late(self) -> None:
         self._die(EngineDead(f"a compute call took longer than {self._step_seconds:g} s"))
         if self._server is not None:
             self._server.cancel()
-
-    def _cancel_watchdog(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
 
     # --- counts -----------------------------------------------------------------------------------------------------
 
@@ -452,7 +411,7 @@ class EmbeddedEngine:
             prefill_seconds=self._prefill_seconds,
             decode_seconds=self._decode_seconds,
             busy_seconds=self._prefill_seconds + self._decode_seconds + self._load_seconds,
-            running=len(self._open) - len(self._waiting),
+            running=len(self._policy.running()),
             waiting=len(self._waiting),
             preemptions=self._policy.preemptions,
             evictions=self._policy.evictions,

@@ -57,6 +57,7 @@ class Sequence:
     lineage     the version whose KV it may read: the request's, then that of the KV it got
     slot        where its KV is while it decodes; None while it waits
     finished    why it ended; None while it is under way
+    stops_text  whether the last of its tokens completes a stop string; None if the request has none
     """
 
     __slots__ = (
@@ -67,7 +68,6 @@ class Sequence:
         "_noise",
         "_spans",
         "_stop_tokens",
-        "_stops_text",
         "arrival",
         "finished",
         "forgotten",
@@ -76,11 +76,11 @@ class Sequence:
         "out",
         "request",
         "slot",
+        "stops_text",
         "tokens",
     )
 
-    def __init__(self, request: GenerateRequest, arrival: int, stops_text: Callable[[list[int]], bool] | None) -> None:
-        """`stops_text` tells whether the last of these tokens completes a stop string; None if the request has none."""
+    def __init__(self, request: GenerateRequest, arrival: int) -> None:
         self.request = request
         self.arrival = arrival
         self.tokens = list(request.tokens)
@@ -96,7 +96,7 @@ class Sequence:
         self._spans: list[tuple[int, int]] = []
         self._admissions: list[Admission] = []
         self._stop_tokens = frozenset(request.stop_tokens)
-        self._stops_text = stops_text
+        self.stops_text: Callable[[list[int]], bool] | None = None
         self._noise = uniforms(request.seed, request.offset, request.max_tokens) if request.temperature > 0.0 else None
 
     @property
@@ -128,7 +128,7 @@ class Sequence:
             spans[-1] = (version, spans[-1][1] + 1)
         else:
             spans.append((version, 1))
-        if token in self._stop_tokens or (self._stops_text is not None and self._stops_text(self.tokens)):
+        if token in self._stop_tokens or (self.stops_text is not None and self.stops_text(self.tokens)):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self._limit else None
 

@@ -244,6 +244,11 @@ class SlotPolicy:
             if slot.sequence is None and slot.episode is not None:
                 slot.worthless = not kept
 
+    @property
+    def busy(self) -> bool:
+        """Does any sequence have a slot?"""
+        return any(s.sequence is not None for s in self.slots)
+
     def running(self) -> list[Slot]:
         return [s for s in self.slots if s.sequence is not None]
 

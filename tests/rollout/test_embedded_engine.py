@@ -314,6 +314,7 @@ async def test_stop_strings_without_a_tokenizer_are_a_sentence(folder: str) -> N
         ({"max_tokens": 119}, "a slot holds 128"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1e-30}, "greedy"),
         ({"tokens": [0, 61]}, "vocabulary of 61"),
         ({"tokens": [-1]}, "vocabulary"),
         ({"stop_strings": ("",)}, "empty stop string"),
@@ -406,6 +407,53 @@ async def test_weights_that_are_no_numbers_kill_the_engine(folder: str) -> None:
     await engine.resume(2)
     with pytest.raises(EngineDead, match="version 1 give log-probabilities that are no numbers"):
         await run(engine, ask(prompt(1, 9), lineage=1))
+
+
+class SlowCompute(LogicalCompute):
+    """Each call takes a while of real turns of the loop, and says that it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began = asyncio.Event()
+        self.held = asyncio.Event()
+        self.held.set()
+
+    async def run(self, work: Callable[[], T], cost: float) -> T:
+        self.began.set()
+        await self.held.wait()
+        return await super().run(work, cost)
+
+
+async def test_a_load_that_is_cancelled_half_way_kills_the_engine(folder: str) -> None:
+    """F39: nobody can tell any more which weights are in it."""
+    compute = SlowCompute()
+    engine = await started(folder, compute)
+    await engine.pause(PauseMode.ABORT, 2)
+    loading = asyncio.ensure_future(engine.load(1, Staged(1, named(model_of(1)))))
+    for _ in range(2):  # the check, then the copy
+        compute.began.clear()
+        await compute.began.wait()
+    compute.held.clear()
+    loading.cancel()
+    await asyncio.wait([loading])
+    assert loading.cancelled() and engine.version == 0
+    with pytest.raises(EngineDead, match="version 1 ended half way"):
+        await engine.resume(2)
+
+
+async def test_a_pause_ends_requests_whose_stop_strings_are_still_being_sifted(folder: str) -> None:
+    """F19: submitted is submitted; otherwise it would go on later, asking for the lineage of before the update."""
+    compute = SlowCompute()
+    engine = await started(folder, compute, tokenizer=letters())
+    compute.held.clear()
+    consumer = Consumer(engine, ask(prompt(1, 9), stop_strings=("abc",)))
+    await asyncio.sleep(0)
+    await engine.pause(PauseMode.ABORT, 2)
+    compute.held.set()
+    got = await consumer.task
+    assert got.finish == FinishReason.PAUSED and not got.tokens
+    await engine.resume(2)
+    assert (await run(engine, ask(prompt(1, 9), stop_strings=("abc",)))).finish == FinishReason.LENGTH
 
 
 class StuckCompute(LogicalCompute):

@@ -17,7 +17,7 @@ _arrival = iter(range(10**9))
 
 
 def sequence(tokens: list[int], **options: Any) -> Sequence:
-    return Sequence(ask(tokens, **options), next(_arrival), None)
+    return Sequence(ask(tokens, **options), next(_arrival))
 
 
 def last_admission(s: Sequence) -> Admission:

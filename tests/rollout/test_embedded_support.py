@@ -68,7 +68,7 @@ def on_slots(model: Any, slots: int) -> Runner:
 
 
 def sequence(tokens: list[int], seed: int) -> Sequence:
-    return Sequence(GenerateRequest(str(seed), tokens, 30, 1.0, (), (), seed, 0, 0, seed, 0, 0), seed, None)
+    return Sequence(GenerateRequest(str(seed), tokens, 30, 1.0, (), (), seed, 0, 0, seed, 0, 0), seed)
 
 
 def worst_gap(kind: str, options: dict[str, Any], dtype: torch.dtype) -> float:
@@ -168,6 +168,14 @@ def test_the_self_test_passes_what_runs_and_leaves_the_model_on_slots() -> None:
         runner = on_slots(tiny(1), slots)
         check_runner("folder", runner, "float32")
         assert runner.model.config._attn_implementation == SLOTS
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_half_precision_passes_its_own_self_test(kind: str, dtype: str) -> None:
+    runner = on_slots(tiny(1, kind, getattr(torch, dtype), **RUN[kind]), 4)
+    check_runner("folder", runner, dtype)
+    assert runner.cache.layers[0].keys.dtype == getattr(torch, dtype)
 
 
 def test_bad_folders_are_a_sentence(tmp_path: Path) -> None:
