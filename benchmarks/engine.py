@@ -17,11 +17,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -31,6 +28,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from benchmarks.result import document, machine, write
 from rollout.embedded import EmbeddedEngine
 from rollout.embedded.sampler import sample, uniforms
 from segue.clock import ThreadCompute
@@ -70,6 +68,12 @@ def build(args: argparse.Namespace, folder: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
     return model
+
+
+def capacity(args: argparse.Namespace) -> int:
+    """Tokens a slot must hold: context, sampled tokens, and at most as many of observations in `churn` (it cuts turns to fit)."""
+    most: int = args.context + 3 * args.new + 64
+    return most
 
 
 def contexts(args: argparse.Namespace, pair: int) -> list[list[int]]:
@@ -160,7 +164,7 @@ async def churn(engine: EmbeddedEngine, args: argparse.Namespace, pair: int) -> 
         tokens, offset = list(prompts[number // 8]), 0
         key = 10_000_000 + pair * 1000 + number
         for new, observation in plans[number]:
-            new = min(new, args.capacity - len(tokens) - len(observation) - 1)
+            new = min(new, capacity(args) - len(tokens) - len(observation) - 1)
             got, _ = await ask(
                 engine, request(tokens, new, key, episode=key, group=number // 8, priority=number // 8, offset=offset)
             )
@@ -176,9 +180,8 @@ async def churn(engine: EmbeddedEngine, args: argparse.Namespace, pair: int) -> 
 
 async def measure(args: argparse.Namespace, model: Any, folder: str) -> dict[str, Any]:
     compute = ThreadCompute("engine")
-    args.capacity = args.context + 3 * args.new + 64
     engine = EmbeddedEngine(
-        folder, slots=args.sequences, max_tokens=args.capacity, dtype="float32", device="cpu", compute=compute
+        folder, slots=args.sequences, max_tokens=capacity(args), dtype="float32", device="cpu", compute=compute
     )
     await engine.start()
     await engine.pause(PauseMode.ABORT, 1)
@@ -239,16 +242,6 @@ async def measure(args: argparse.Namespace, model: Any, folder: str) -> dict[str
     }
 
 
-def machine() -> dict[str, Any]:
-    """Where this ran."""
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0] if names else model
-    return {"platform": platform.platform(), "cpu": model, "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -264,27 +257,23 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    core = None
+    where = machine()
     if hasattr(os, "sched_setaffinity"):
         core = max(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {core})
+        where["pinned_to_core"] = core
     with tempfile.TemporaryDirectory() as folder:
         model = build(args, folder)
         result = asyncio.run(measure(args, model, folder))
-    result |= {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "machine": {**machine(), "core": core, "threads": 1},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-        "seeds": [args.seed],
-        "arguments": {key: value for key, value in vars(args).items() if key != "json"},
-        "command": " ".join(["python -m benchmarks.engine", *sys.argv[1:]]),
-    }
+    result["parameters"] = sum(p.numel() for p in model.parameters())
     print(
         f"median ratio to the Hugging Face loop: {result['ratio_to_hf']:.3f} (in CPU seconds {result['cpu_ratio_to_hf']:.3f}), "
         f"with joins and leaves {result['churn_ratio_to_hf']:.3f}"
     )
-    if args.json:
-        args.json.write_text(json.dumps({"benchmark": "engine", **result}, indent=2) + "\n")
+    told = {key: value for key, value in vars(args).items() if key != "json"}
+    write(
+        args.json, document("engine", result, seeds=[args.seed], arguments=told, packages=("torch", "transformers"), where=where)
+    )
 
 
 if __name__ == "__main__":
