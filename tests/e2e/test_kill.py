@@ -1,0 +1,122 @@
+"""SIGKILL of every part of a run: it goes on, or it ends within a minute, non-zero, with one sentence that names the part.
+
+Never a hang, never exit code 0 otherwise, and no process left behind (issue 2; F51, F60, F70).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import LONG
+from e2e_run import END_SECONDS, START_SECONDS, Command, assert_whole, kill, lines_of, segue, summary_of
+
+from segue.rundir import RunDir
+
+pytestmark = pytest.mark.processes
+
+
+@contextmanager
+def running(config: Path, run: Path, *flags: str, after: int = 2) -> Iterator[Command]:
+    """A long run in which `after` steps are trained."""
+    with Command("train", config, "--run", run, *LONG, *flags) as command:
+        command.steps(after)
+        yield command
+
+
+def assert_ends_naming(command: Command, part: str) -> None:
+    """From the kill on: the end within a minute, exit code 1, one sentence with the part's name, nothing left."""
+    assert command.wait(END_SECONDS) == 1, command.tails()
+    assert command.sentence().startswith(f"{part} died"), command.tails()
+    command.assert_nothing_left()
+
+
+def role(target: str) -> Callable[[Command], int]:
+    return lambda command: command.role_pid(target)
+
+
+def process(name: str) -> Callable[[Command], int]:
+    return lambda command: command.pid_of(name)
+
+
+@pytest.mark.parametrize(
+    ("victim", "part"),
+    [
+        (role("rollout-0"), "rollout-0"),
+        (role("learner-0"), "learner-0"),
+        (role("scheduler-0"), "scheduler-0"),
+        (process("gcs_server"), "Ray's control store (gcs_server)"),
+        (process("raylet"), "Ray's node process (raylet)"),
+        (process("segue.cluster.driver"), "The driver"),
+    ],
+    ids=["rollout", "learner", "scheduler", "gcs_server", "raylet", "driver"],
+)
+def test_the_death_of_a_part_the_run_needs_is_named(
+    smoke: Path, tmp_path: Path, victim: Callable[[Command], int], part: str
+) -> None:
+    with running(smoke, tmp_path / "run") as command:
+        kill(victim(command))
+        assert_ends_naming(command, part)
+    assert RunDir.open(tmp_path / "run").latest_checkpoint().step >= 1
+
+
+def test_one_of_two_nodes(smoke: Path, tmp_path: Path) -> None:
+    with running(smoke, tmp_path / "run", "--set", "rollout.nodes=2") as command:
+        kill(command.role_pid("rollout-1"))
+        assert_ends_naming(command, "rollout-1")
+
+
+def test_the_death_of_the_supervisor_ends_everything(smoke: Path, tmp_path: Path) -> None:
+    """Nobody is left to name it; but nothing runs on, and the run can be gone on with."""
+    run = tmp_path / "run"
+    with running(smoke, run) as command:
+        before = lines_of(run)
+        kill(command.pid)
+        assert command.wait(END_SECONDS) == -signal.SIGKILL
+        command.assert_nothing_left(within=END_SECONDS)
+    step = RunDir.open(run).latest_checkpoint().step
+    again = segue("train", smoke, "--run", run, *LONG, "--resume", "--set", f"steps={step + 2}", "--serial")
+    assert again.wait() == 0, again.tails()
+    assert_whole(run, step + 2)
+    assert lines_of(run)[step]["version"] > max(line["version"] for line in before), "ids are not used twice"
+
+
+def test_env_workers_and_their_pool_are_replaced(smoke: Path, tmp_path: Path) -> None:
+    """A guard, a host, the pool: each is started anew, and no episode fails."""
+    run = tmp_path / "run"
+    steps = 12
+    with running(smoke, run, "--set", f"steps={steps}", after=1) as command:
+        (guard, _), (_, host), *_ = command.env_workers()
+        kill(guard)
+        kill(host)
+        command.steps(2, END_SECONDS)
+        pool = command.role_pid("envpool-0")
+        kill(pool)
+        command.line(r"^envpool-0 died; starting it again", END_SECONDS)
+        command.steps(steps, END_SECONDS)
+        assert command.role_pid("envpool-0") != pool
+        assert command.wait(END_SECONDS) == 0, command.tails()
+        command.assert_nothing_left()
+    assert_whole(run, steps)
+    assert summary_of(run)["episodes"]["failed"] == {}
+
+
+def test_a_stopped_role_is_named_for_its_silence(smoke: Path, tmp_path: Path) -> None:
+    """SIGSTOP: alive for the kernel, dead for the run."""
+    with running(smoke, tmp_path / "run", "--set", "cluster.silence_seconds=5", after=1) as command:
+        os.kill(command.role_pid("learner-0"), signal.SIGSTOP)
+        assert command.wait(END_SECONDS) == 1
+        assert "learner-0 has not answered for cluster.silence_seconds = 5" in command.sentence()
+        command.assert_nothing_left()
+
+
+def test_a_death_during_the_start_is_named(smoke: Path, tmp_path: Path) -> None:
+    with Command("train", smoke, "--run", tmp_path / "run", *LONG) as command:
+        kill(command.pid_of("ray::RoleActor", within=START_SECONDS))
+        assert command.wait(END_SECONDS) == 1
+        assert " died" in command.sentence()
+        command.assert_nothing_left()
