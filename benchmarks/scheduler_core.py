@@ -90,7 +90,7 @@ class Load:
         self.random = random.Random(seed)
         self.core = SchedulerCore(make_config(live))
         # Fewer places than live episodes: some wait for a lease, some for their group, some for their batch.
-        places = int(live * 0.85)
+        places = int(live * 0.6)
         names = [f"rollout-{i}" for i in range(max(2, -(-places // PLACES)))]
         self.per_node = max(1, places // len(names))
         self.running: dict[int, Running] = {}

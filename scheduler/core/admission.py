@@ -61,10 +61,24 @@ class Admission:
         """May a group begin now (on this node)? Counts the tasks at hand."""
         if self.held or self._t.stopped or not (self._groups.again or self.tasks) or self.wanted() <= 0:
             return False
-        return node is None or node.version >= self.floor()
+        return node is None or (node.version >= self.floor() and node.quota != 0)
+
+    def share(self, node: Node, loading: int) -> None:
+        """The node has loaded while `loading` others still do: it may begin its share of the groups that may begin now.
+
+        Without that the first node to load would take all of them, because what is admitted at each step often fits only the
+        newest weights. The others' shares are kept until they have loaded or were fenced, or the update is over.
+        """
+        progress, batch = self._progress, self._batch
+        ahead = (self._max_age + self._t.versions.step(node.version) + 1) * batch
+        groups = min(self.wanted(), ahead - batch * progress.formed - len(self._groups.live))
+        node.quota = -(-max(0, groups) // (loading + 1))
+        self._t.sharing.append(node)
 
     def admit(self, node: Node, now: float) -> None:
         """Open a group and lease its members, the first of them to `node`."""
+        if node.quota:
+            node.quota -= 1
         task = (self._groups.again or self.tasks).popleft()
         group = self._groups.open(task, self.floor(), now)
         self._leases.grant(group.members[0], node, now)
@@ -112,7 +126,11 @@ class Admission:
     def fill_all(self, now: float) -> None:
         """Open groups wherever there is room for them."""
         while self.open(None):
-            node = self._t.nodes.least_loaded(self.floor())
+            floor = self.floor()
+            node = self._t.nodes.least_loaded(floor)
+            if node is not None and node.quota == 0:
+                others = (n for n in self._t.sharing if n.quota and n.serving and n.has_room and n.version >= floor)
+                node = next(others, None)
             if node is None:
                 return
             self.admit(node, now)

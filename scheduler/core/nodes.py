@@ -14,7 +14,8 @@ from segue.trajectory import NO_VERSION
 class Node:
     """One session of a rollout node. `closed`: no new lease until its update is over; `update`: the one it takes part in.
 
-    `mates` is the heap of waiting episodes that would like to begin here because their group did.
+    `mates` is the heap of waiting episodes that would like to begin here because their group did. `quota` is how many more
+    groups may begin here while other nodes still load the same weights (None: any number).
     """
 
     __slots__ = (
@@ -27,6 +28,7 @@ class Node:
         "mates",
         "max_episodes",
         "name",
+        "quota",
         "session",
         "stamp",
         "turn",
@@ -44,6 +46,7 @@ class Node:
         self.closed = False
         self.update: int | None = None
         self.load_failures = 0
+        self.quota: int | None = None
         self.heard_at = now
         self.stamp = 0
         self.turn = 0

@@ -22,8 +22,8 @@ class Tables:
 
     Notes: `lost` are attempts that ended with their node or their deadline, `left` nodes whose session ended, `freed` nodes
     with a new free place, `unplaced` episodes that began to wait; `room` says that admission may have opened, `standing` that
-    a node came, went or loaded, or that a version was published. `parks_ordered` parks are under way; `stopped` is why there
-    is no more work.
+    a node came, went or loaded, or that a version was published. `sharing` are nodes with a quota, `parks_ordered` parks are
+    under way, `stopped` is why there is no more work.
     """
 
     def __init__(self, config: Config) -> None:
@@ -43,5 +43,6 @@ class Tables:
         self.unplaced: list[Episode] = []
         self.room = False
         self.standing = False
+        self.sharing: list[Node] = []
         self.parks_ordered = 0
         self.stopped = ""

@@ -266,15 +266,26 @@ class Updates:
                 t.out.append(Abandon(node.name, node.session, round.transfer.transfer, reason))
                 self._open(node)
         self.round = None
+        self._lift_quotas()
         survivors = any(node.alive for node in round.members)
         self._judge(round, forward=bool(round.loaded) or (fenced > 0 and survivors))
+
+    def _lift_quotas(self) -> None:
+        """Nobody loads any more for whom a share of admission would be kept."""
+        for node in self._t.sharing:
+            node.quota = None
+        self._t.sharing.clear()
+        self._t.room = True
 
     def _forget_group(self, round: Round) -> None:
         self._groups = {key: group for key, group in self._groups.items() if group != round.transfer.group}
 
     def _end_if_over(self, now: float) -> None:
         round = self.round
-        if round is None or round.expecting or round.failed or not round.sent:
+        if round is None or round.expecting:
+            return
+        self._lift_quotas()
+        if round.failed or not round.sent:
             return
         t = self._t
         t.timers.disarm(ROUND, round.transfer.transfer)

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from segue.trajectory import NO_VERSION
 
 
 class Versions:
-    """The version table. Ids grow with every publish; steps grow with them, except where a rollback took them back."""
+    """The version table. Steps never decrease with the ids: a rollback takes the steps of abandoned versions back with it."""
 
     def __init__(self) -> None:
         self.next_id = 0
         self.newest = NO_VERSION
         self._steps: dict[int, int] = {}
-        # Ids and steps since the last rollback (to step `_base`): both ascending, so that a step can be looked up.
-        self._line_ids: list[int] = []
-        self._line_steps: list[int] = []
-        self._base = 0
 
     def publish(self, step: int) -> int:
         """Give the weights of `step` an id."""
-        assert not self._line_steps or step >= self._line_steps[-1], "versions only go forward between rollbacks"
+        assert not self._steps or step >= next(reversed(self._steps.values())), "a step goes back only by a rollback"
         version = self.next_id
         self.next_id += 1
         self.newest = version
         self._steps[version] = step
-        self._line_ids.append(version)
-        self._line_steps.append(step)
         return version
 
     def __contains__(self, version: int) -> bool:
@@ -39,18 +31,17 @@ class Versions:
 
     def at_least(self, step: int) -> int:
         """The smallest id from which on every version has `step` or more; an id yet to come if none has."""
-        if step <= self._base:
-            return 0
-        index = bisect_left(self._line_steps, step)
-        return self._line_ids[index] if index < len(self._line_ids) else self.next_id
+        found = self.next_id
+        for version, known in reversed(self._steps.items()):
+            if known < step:
+                break
+            found = version
+        return found
 
     def rollback(self, step: int) -> None:
         """The learner went back to `step`: abandoned versions take the smaller of their step and `step`; none is the newest."""
         for version, old in self._steps.items():
             self._steps[version] = min(old, step)
-        self._line_ids.clear()
-        self._line_steps.clear()
-        self._base = step
         self.newest = NO_VERSION
 
     def table(self) -> dict[int, int]:
@@ -60,6 +51,6 @@ class Versions:
     def restore(self, table: dict[int, int], next_id: int, step: int) -> None:
         """Take over another life's table; `next_id` must be above every id that life ever gave out."""
         assert all(version < next_id for version in table)
-        self._steps = dict(table)
+        self._steps = dict(sorted(table.items()))
         self.next_id = next_id
         self.rollback(step)

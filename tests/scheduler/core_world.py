@@ -125,6 +125,7 @@ class World:
         self.history: list[e.Event] = []
         self.trace: list[str] = []
         self.started_on: dict[int, set[int]] = {}
+        self.served = 0
         self.stopped = False
         self.broken = False
         self.cut: CoreCut | None = None
@@ -482,6 +483,8 @@ class World:
     def check_no_idle(self, waiting: list[Any]) -> None:
         """Free places are filled as long as somebody may take them (F47, F50)."""
         core = self.core
+        kept = [node for node in core.tables.nodes if node.quota is not None]
+        assert not kept or (core.updates.round is not None and core.updates.round.expecting), "shares are kept for somebody"
         for node in core.tables.nodes:
             if node.serving and node.has_room:
                 assert not any(episode.floor <= node.version for episode in waiting)
@@ -509,10 +512,18 @@ class World:
             if node.update is not None:
                 self.load(node)
                 return True
+        self.served += 1
+        nodes_first = self.served % 8 > 0
+        return (nodes_first and self._serve_node(rewards)) or self._serve_learner() or self._serve_node(rewards)
+
+    def _serve_node(self, rewards: Callable[[int], float] | None) -> bool:
         for node in self.nodes.values():
             for lease in node.leases.values():
                 self._run(node, lease, rewards or self.differing)
                 return True
+        return False
+
+    def _serve_learner(self) -> bool:
         if self.trained in self.plans and self.trained < self.core.progress.formed:
             self.take()
             self.train()

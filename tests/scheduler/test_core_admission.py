@@ -134,8 +134,27 @@ def test_async_starts_groups_on_a_loaded_node_while_another_still_loads() -> Non
     world.publish()
     world.sent()
     world.load(world.nodes["rollout-0"])
-    assert len(world.core.groups.live) == 2
+    assert len(world.core.groups.live) == 1, "its share; the other half is kept for the node that still loads"
     assert not world.nodes["rollout-1"].leases, "the other node is still at step 0, too old for what would be trained at step 1"
+    world.load(world.nodes["rollout-1"])
+    assert len(world.core.groups.live) == 2
+
+
+def test_nodes_that_load_one_after_the_other_share_what_may_begin() -> None:
+    """Not all of it goes to the first that has loaded; a node that never loads keeps its share only until it is fenced."""
+    world = opened(nodes=4, places=100, staleness__max_age=0, batch__groups=12, update__deadline_seconds=5.0)
+    world.drain(1)
+    world.publish()
+    world.sent()
+    for node, groups in zip(list(world.nodes.values())[:3], (3, 6, 9), strict=True):
+        world.load(node)
+        assert len(world.core.groups.live) == groups
+    assert [len(node.leases) for node in world.nodes.values()] == [6, 6, 6, 0]
+    for node in world.nodes.values():
+        world.heard(node)
+    world.advance(6.0)
+    assert world.nodes["rollout-3"].fenced
+    assert len(world.core.groups.live) == 12
 
 
 def test_members_begin_only_on_nodes_new_enough_for_their_group() -> None:

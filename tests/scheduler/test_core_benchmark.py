@@ -12,12 +12,12 @@ from benchmarks import scheduler_core
 
 
 def test_operations_per_event_grow_no_faster_than_log_n() -> None:
-    small, large = (scheduler_core.figures(scheduler_core.measure(live, 200_000, seed=1)) for live in (200, 2_000))
+    small, large = (scheduler_core.figures(scheduler_core.measure(live, 200_000, seed=1)) for live in (1_000, 4_000))
     growth = large["operations_per_event"] / small["operations_per_event"]
-    assert growth <= math.log(2_000) / math.log(200)
+    assert growth <= math.log(4_000) / math.log(1_000)
     for name in ("batches_trained", "retries", "migrated", "nodes_lost", "parked", "updates"):
         assert small["seen"][name] + large["seen"][name] > 0, name
-    assert large["live_episodes_mean"] == pytest.approx(2_000, rel=0.1)
+    assert large["live_episodes_mean"] == pytest.approx(4_000, rel=0.25)
 
 
 def test_the_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,21 @@ def test_a_rollback_takes_the_steps_of_abandoned_versions_back() -> None:
     assert world.trained == 12
 
 
+def test_after_a_rollback_old_nodes_begin_only_what_they_can_still_sample_in_time() -> None:
+    """A node that never got past step 0 must not begin groups whose tokens would be over age, again and again."""
+    world = World(make_config(steps=50, batch__groups=1, staleness__max_age=2))
+    node = world.join("rollout-0", 2)
+    world.update_all()
+    world.send(e.TrainingOpened(50))
+    for _ in range(3):
+        world.one_step()
+        world.published = world.trained
+    world.rewind(1)
+    assert node.version == 0 and world.core.progress.formed == 3
+    assert not world.core.groups.live, "step 3 needs weights of step 1 at least, and the node has step 0"
+    world.drain(6)
+
+
 def test_there_is_no_way_back_behind_a_commit() -> None:
     world = World(make_config(steps=50))
     world.join("rollout-0")
