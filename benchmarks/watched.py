@@ -1,0 +1,178 @@
+"""A training run as a user would start it, watched from outside: its console lines, and its `/metrics` at chosen steps.
+
+consumes       the console of `segue train` (a child process), the targets in the run directory
+produces       what every target exported when given steps ended; the run's files
+waits for      the end of the child, at most `deadline` seconds; an answer of each target, at most `SCRAPE_SECONDS`
+unblocked by   the child; the deadline, which stops it and raises
+on cancel      the child is stopped, and with it everything it started
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from segue.errors import RunFailed
+from segue.metrics.registry import read_sample
+from segue.report.facts import role_of
+from segue.rundir import RunDir, read_jsonl
+
+SCRAPE_SECONDS = 5.0
+STOP_SECONDS = 60.0
+LAST_LINES = 25
+_STEP = re.compile(r"step\s+(\d+)/\d+\s")
+
+Samples = Mapping[str, float]
+"""One target's samples, by name and labels as in the exposition."""
+Scrape = Mapping[str, Samples]
+"""Samples by target name, for instance "rollout-0"."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A finished run: the lines of metrics.jsonl, summary.json, and `scrapes[n]`, taken when n steps were trained."""
+
+    lines: list[dict[str, Any]]
+    summary: dict[str, Any]
+    scrapes: dict[int, Scrape]
+
+
+def train(config: Path, run: Path, overrides: Sequence[str], marks: Collection[int], deadline: float) -> Watched:
+    """Run `segue train` to its end. Raises `RunFailed` when it fails, is late, or ends before a mark was reached."""
+    arguments = [part for override in overrides for part in ("--set", override)]
+    command = [sys.executable, "-m", "segue.cli", "train", str(config), "--run", str(run), *arguments]
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    late = threading.Event()
+
+    def expire() -> None:
+        late.set()
+        child.terminate()
+
+    timer = threading.Timer(deadline, expire)
+    timer.daemon = True
+    timer.start()
+    last: list[str] = []
+    scrapes: dict[int, Scrape] = {}
+    try:
+        assert child.stdout is not None
+        for line in child.stdout:
+            last = [*last, line.rstrip()][-LAST_LINES:]
+            done = steps_done(line)
+            if done in marks:
+                try:
+                    scrapes[done] = scrape(run)
+                except OSError as error:
+                    raise RunFailed(
+                        "train", f"A target of the run in {run} did not answer after step {done}: {error}."
+                    ) from error
+        code = child.wait(STOP_SECONDS)
+    finally:
+        timer.cancel()
+        _end(child)
+    if code != 0 or late.is_set():
+        why = f"took longer than {deadline:g} s and was stopped" if late.is_set() else f"failed with exit code {code}"
+        raise RunFailed("train", "\n".join([*last, f"The run in {run} {why}: its last lines are above, its logs in {run}/logs."]))
+    missing = sorted(set(marks) - set(scrapes))
+    if missing:
+        raise RunFailed("train", f"The run in {run} ended without a console line for step {missing[0]}.")
+    folder = RunDir.open(run)
+    return Watched(read_jsonl(folder.metrics), json.loads(folder.summary.read_text(encoding="utf-8")), scrapes)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Whatever happened here, leave nothing running. The supervisor ends its whole family on SIGTERM."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def steps_done(line: str) -> int:
+    """How many steps are trained according to a console line; 0 if it is not a step's."""
+    found = _STEP.match(line)
+    return int(found[1]) if found else 0
+
+
+# --- what targets export ----------------------------------------------------------------------------------------------------
+
+
+def scrape(run: Path) -> Scrape:
+    """Ask every target of a run now. Raises `OSError` when one does not answer."""
+    found: dict[str, Samples] = {}
+    for file in sorted(RunDir.open(run).targets.glob("*.json")):
+        for entry in json.loads(file.read_text(encoding="utf-8")):
+            for address in entry["targets"]:
+                with urllib.request.urlopen(f"http://{address}/metrics", timeout=SCRAPE_SECONDS) as answer:
+                    found[file.stem] = read_exposition(answer.read().decode())
+    return found
+
+
+def read_exposition(text: str) -> dict[str, float]:
+    """The samples of Prometheus' text format."""
+    samples: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            samples[name] = float(value)
+    return samples
+
+
+def grown(before: Scrape, after: Scrape, role: str, name: str, **labels: str) -> float:
+    """By how much a counter (or a histogram's `_sum` or `_count`) grew between two scrapes, over all processes of a role."""
+    return total(after, role, name, **labels) - total(before, role, name, **labels)
+
+
+def total(scrape: Scrape, role: str, name: str, **labels: str) -> float:
+    """A sample's sum over all processes of a role and over the labels left out."""
+    value = 0.0
+    for target, samples in scrape.items():
+        if role_of(target) != role:
+            continue
+        for sample, number in samples.items():
+            if sample.startswith(name):
+                found, given = read_sample(sample)
+                if found == name and labels.items() <= given.items():
+                    value += number
+    return value
+
+
+def quantile(before: Scrape, after: Scrape, role: str, name: str, q: float) -> float | None:
+    """A quantile of what a histogram observed between two scrapes, interpolated inside its bucket as PromQL does.
+
+    None without an observation; the last finite edge where the quantile lies beyond it.
+    """
+    edges = sorted({float(edge) for edge in _edges(after, role, name)})
+    counts = [grown(before, after, role, f"{name}_bucket", le=_text(edge)) for edge in edges]
+    if not counts or counts[-1] <= 0:
+        return None
+    rank = q * counts[-1]
+    below, start = 0.0, 0.0
+    for edge, count in zip(edges, counts, strict=True):
+        if count >= rank and count > below:
+            return start if edge == math.inf else start + (edge - start) * (rank - below) / (count - below)
+        below, start = count, edge
+    raise AssertionError("the last bucket holds everything")
+
+
+def _edges(scrape: Scrape, role: str, name: str) -> set[str]:
+    found: set[str] = set()
+    for target, samples in scrape.items():
+        if role_of(target) == role:
+            found |= {read_sample(sample)[1]["le"] for sample in samples if sample.startswith(f"{name}_bucket{{")}
+    return found
+
+
+def _text(edge: float) -> str:
+    return "+Inf" if edge == math.inf else repr(edge)
