@@ -7,11 +7,12 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from segue.cluster.processes import end_with_parent
 from segue.cluster.roles import failure_of
@@ -56,7 +57,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Job:
-    """What the process is to run. `resume` is a checkpoint folder or ""; `scratch` is for files that need not last."""
+    """What the process is to run.
+
+    `resume` is a checkpoint folder or ""; `console` is what the user sees; `scratch` is for files that need not last.
+    """
 
     run: RunDir
     config: Config
@@ -65,6 +69,7 @@ class Job:
     resume: str
     only_eval: bool
     report: Report
+    console: TextIO
     scratch: Path
 
 
@@ -87,15 +92,25 @@ def run_job(process: str, work: Callable[[Job], int]) -> int:
     if supervisor := os.environ.pop(SUPERVISOR, ""):
         end_with_parent(int(supervisor), lambda: shutil.rmtree(scratch, ignore_errors=True))
     report = Report()
+    console = _take_console()
     run = RunDir.open(told.run)
     with ProcessLog(run.logs, process, "0"):
         try:
             config = load_config(run.config)
-            code = work(Job(run, config, told.model, told.attempt, told.resume, told.only_eval, report, scratch))
+            code = work(Job(run, config, told.model, told.attempt, told.resume, told.only_eval, report, console, scratch))
             report.result(code)
         except Exception as error:
             failure = failure_of(error, process)
             log.exception("the run ended")
             code = 2 if failure.fault == "user" else 1
             report.result(code, failure.error, failure.sentence)
+    console.flush()
     return code
+
+
+def _take_console() -> TextIO:
+    """Standard output for what we say ourselves. Whatever libraries print (Ray does when a process dies) goes to the log."""
+    console = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    return console

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Mapping
+from typing import Any, TextIO, TypeVar
 
 from envpool.suites import load_suite
 from segue.cluster.roles import Facts
@@ -55,7 +55,7 @@ WATCH_SECONDS = 10.0
 
 
 class Controller:
-    """See the module. `learned` is done when the learner has ended by itself; `say` prints a line."""
+    """See the module. `learned` is done when the learner has ended by itself; `console` is what the user sees."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Controller:
         run: RunDir,
         scheduler: Peer,
         learned: Awaitable[Any],
-        say: Callable[[str], None] = lambda line: print(line, flush=True),
+        console: TextIO,
         *,
         only_eval: bool = False,
     ) -> None:
@@ -71,7 +71,7 @@ class Controller:
         self._run = run
         self._scheduler = scheduler
         self._learned = learned
-        self._say = say
+        self._console = console
         self._only_eval = only_eval
         self._began = self._last_step = time.monotonic()
         self._evals: dict[str, EvalResult] = {}
@@ -190,6 +190,9 @@ class Controller:
             stats=stats,
         )
 
+    def _say(self, line: str) -> None:
+        print(line, file=self._console, flush=True)
+
     async def _ask(self, rpc: Rpc[Q, R], request: Q, timeout: float = CALL_SECONDS) -> R:
         try:
             return await ask(self._scheduler, rpc, request, timeout)
@@ -226,7 +229,7 @@ class Controller:
             )
         )
         write_json(self._run.summary, summary)
-        Console().print(summary_table(summary, f"Run {self._run.path}"))
+        Console(file=self._console).print(summary_table(summary, f"Run {self._run.path}"))
         self._say(f"Everything is in {self._run.path}: summary.json, metrics.jsonl, logs/, trajectories/, checkpoints/.")
         return summary
 

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,7 +47,7 @@ class _Actor:
     def __init__(self, spec: RoleSpec, gpus: float) -> None:
         self.spec = spec
         self.name = spec.name
-        self.handle = create_actor(RoleActor, spec.name, (wire.encode(spec),), gpus)
+        self.handle = create_actor(RoleActor, (wire.encode(spec),), gpus)
         self.peer = RayPeer(self.name, self.handle)
 
     @property
@@ -196,7 +195,8 @@ class Driver:
     async def _course(self) -> int:
         learners = [task for task, actor in self._ends.items() if actor.spec.role == "learner"]
         learned = asyncio.gather(*learners, return_exceptions=True)
-        controller = Controller(self._config, self._run, self._actors["scheduler-0"].peer, learned, only_eval=self._job.only_eval)
+        scheduler, console = self._actors["scheduler-0"].peer, self._job.console
+        controller = Controller(self._config, self._run, scheduler, learned, console, only_eval=self._job.only_eval)
         course = asyncio.create_task(controller.run())
         silence = asyncio.create_task(self._watch_silence())
         interrupt = asyncio.create_task(self._interrupted.wait())
@@ -242,7 +242,8 @@ class Driver:
             if self._pool_restarts > MAX_POOL_RESTARTS:
                 raise RunFailed(dead.name, f"Env pools died {self._pool_restarts} times: see {self._run.log_of(dead.name)}.")
             log.warning("%s died; starting it again (%d of %d)", dead.name, self._pool_restarts, MAX_POOL_RESTARTS)
-            print(f"{dead.name} died; starting it again, its episodes go on from their snapshots.", flush=True)
+            told = f"{dead.name} died; starting it again, its episodes go on from their snapshots."
+            print(told, file=self._job.console, flush=True)
             pool = self._create("envpool", dead.spec.rank, dead.spec.world, 0.0)
             try:
                 return await self._within_start(f"The restart of {dead.name}", self._bring_up(pool))
@@ -316,5 +317,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     status = main()
-    sys.stdout.flush()
     os._exit(status)  # Ray's and torch's exit handlers have nothing left to do, and may wait for threads that will not end

@@ -45,10 +45,10 @@ class RayCluster:
         ray.shutdown()
 
 
-def create_actor(kind: type, name: str, arguments: tuple[Any, ...], gpus: float) -> Any:
-    """A named actor of our own, never restarted by Ray: what a death means is our decision (`segue.cluster.driver`).
+def create_actor(kind: type, arguments: tuple[Any, ...], gpus: float) -> Any:
+    """An actor of our own, never restarted by Ray: what a death means is our decision (`segue.cluster.driver`).
 
     It inherits the supervisor's environment, OMP_NUM_THREADS included (a `runtime_env` would start Python twice per actor).
     """
     options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1000}
-    return ray.remote(**options)(kind).options(name=name).remote(*arguments)
+    return ray.remote(**options)(kind).remote(*arguments)

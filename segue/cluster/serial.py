@@ -66,7 +66,7 @@ class Serial:
         runs = {name: asyncio.create_task(host.role.run(), name=name) for name, host in self._hosts.items()}
         scheduler = LocalPeer("scheduler-0", self._hosts["scheduler-0"].role)
         learned = asyncio.shield(runs["learner-0"])
-        controller = Controller(self._config, self._run, scheduler, learned, only_eval=self._job.only_eval)
+        controller = Controller(self._config, self._run, scheduler, learned, self._job.console, only_eval=self._job.only_eval)
         course = asyncio.create_task(controller.run())
         interrupt = asyncio.create_task(self._interrupted.wait())
         waiting: set[asyncio.Task[Any]] = {course, interrupt, *runs.values()}

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import psutil
 import pytest
@@ -144,7 +144,7 @@ class Command:
                     if process.name() == name or name in process.cmdline():
                         return process.pid
             if time.monotonic() >= deadline or self._process.returncode is not None:
-                return self.fail(f"there is no process {name}")
+                self.fail(f"there is no process {name}")
             time.sleep(0.05)
 
     def role_pid(self, target: str) -> int:
@@ -189,7 +189,7 @@ class Command:
             self.fail("stderr is not one sentence")
         return err[0]
 
-    def fail(self, why: str) -> Any:
+    def fail(self, why: str) -> NoReturn:
         pytest.fail(f"segue {' '.join(self.arguments)}: {why}\n{self.tails()}", pytrace=False)
 
     def tails(self, lines: int = 40) -> str:

@@ -99,6 +99,7 @@ def test_env_workers_and_their_pool_are_replaced(smoke: Path, tmp_path: Path) ->
         command.line(r"^envpool-0 died; starting it again", END_SECONDS)
         command.steps(steps, END_SECONDS)
         assert command.role_pid("envpool-0") != pool
+        assert not [line for line in command.out if "raylet" in line], "Ray's own words go to the log"
         assert command.wait(END_SECONDS) == 0, command.tails()
         command.assert_nothing_left()
     assert_whole(run, steps)
