@@ -33,7 +33,7 @@ from scheduler.core.events import (
     WeightsReady,
 )
 from scheduler.core.failures import Failures
-from scheduler.core.groups import Groups
+from scheduler.core.groups import RETRY, Groups
 from scheduler.core.intake import Intake
 from scheduler.core.leases import LEASE, PROGRESS, Leases
 from scheduler.core.parking import Parking
@@ -130,6 +130,8 @@ class SchedulerCore:
                 self.leases.stalled(int(key), now)
             elif kind == LEASE:
                 self.leases.expire(str(key), now)
+            elif kind == RETRY:
+                self.failures.rested(int(key))
             elif kind == ROUND:
                 self.updates.expired(int(key), now)
             else:

@@ -68,7 +68,8 @@ class Episode:
     """One attempt at a task, as far as the scheduler needs to know it; its payloads are in the queue.
 
     `versions` and `counts` say how many tokens were sampled under which version, ascending. `failures` counts failed attempts by
-    class, `stamp` marks the place in the waiting heaps (0: in none), `seconds` is the wall time of attempts that ended.
+    class, `stamp` marks the place in the waiting heaps (0: in none), `seconds` is the wall time of attempts that ended; while it
+    is `resting` after a failed attempt it waits for nothing but time.
     """
 
     __slots__ = (
@@ -87,6 +88,7 @@ class Episode:
         "node",
         "parking",
         "progress_at",
+        "resting",
         "reward",
         "seconds",
         "stamp",
@@ -117,6 +119,7 @@ class Episode:
         self.seconds = 0.0
         self.stamp = 0
         self.parking = False
+        self.resting = False
 
     @property
     def last_version(self) -> int:

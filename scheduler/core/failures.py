@@ -1,15 +1,16 @@
 """Attempts that failed: another one, or the end of the episode; and tasks that keep failing.
 
 Failures are typed. `infra`: the machinery; `env`: the environment; `data`: the task or its scorer. Each class has its own
-budget of retries per episode. A group that fails because of its task's environment or data sets the task aside (quarantine);
-one that failed by machinery alone is issued again, a few times.
+budget of retries per episode. An attempt that got nowhere is tried again after a pause that doubles each time, so that an
+env pool that is being restarted does not use up every budget in a second. A group that fails because of its task's environment
+or data sets the task aside (quarantine); one that failed by machinery alone is issued again, a few times.
 """
 
 from __future__ import annotations
 
 from scheduler.core.commands import Fatal, Forget, Warn
 from scheduler.core.episodes import Episode, Group
-from scheduler.core.groups import Groups
+from scheduler.core.groups import RETRY, Groups
 from scheduler.core.leases import Leases
 from scheduler.core.tables import Tables
 from segue.episode import DropReason, FailureClass, Purpose, State, Task
@@ -17,6 +18,11 @@ from segue.episode import DropReason, FailureClass, Purpose, State, Task
 REISSUES = 2
 """How often a task whose group was lost to the machinery is issued again before it is set aside like one that fails by itself."""
 MOVES = ("node_lost", "fenced")
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 30.0
+"""Before the first further attempt of a kind, and at most. With three retries and two further issues a task outlives an outage of
+about 40 seconds."""
+MAX_REASONS = 64
+"""Reasons come from nodes; beyond so many different ones they are counted together."""
 LEASED, PENDING = State.LEASED, State.PENDING
 
 
@@ -37,6 +43,7 @@ class Failures:
         self.task_count = task_count
         self.quarantined: dict[str, str] = {}
         self.strikes: dict[str, int] = {}
+        self._reasons: set[str] = set()
 
     def attempt_failed(self, episode: Episode, failure: FailureClass, reason: str, now: float) -> bool:
         """The current attempt is over. True if there will be another; else the episode has failed for good."""
@@ -44,7 +51,7 @@ class Failures:
         t = self._t
         episode.seconds += max(0.0, episode.progress_at - episode.leased_at)
         self._leases.release(episode)
-        t.tally.count("attempts_failed", failure.value, reason)
+        t.tally.count("attempts_failed", failure.value, self._known(reason))
         if episode.failures is None:
             episode.failures = dict.fromkeys(FailureClass, 0)
         episode.failures[failure] += 1
@@ -60,9 +67,29 @@ class Failures:
             self._from_scratch(episode, reason)
         episode.left = reason if reason in MOVES else "failed"
         t.episodes.move(episode, PENDING)
-        t.waiting.push(episode)
-        t.unplaced.append(episode)
+        if reason in MOVES or episode.lease_seq < episode.next_seq:
+            self._wait(episode)
+        else:
+            pause = min(PAUSE_SECONDS * 2 ** (used - 1), LONGEST_PAUSE_SECONDS)
+            episode.resting = True
+            t.timers.arm(RETRY, episode.id, now + pause)
         return True
+
+    def rested(self, episode_id: int) -> None:
+        """The pause before another attempt is over."""
+        episode = self._t.episodes.live.get(episode_id)
+        if episode is not None and episode.resting:
+            self._wait(episode)
+
+    def _wait(self, episode: Episode) -> None:
+        episode.resting = False
+        self._t.waiting.push(episode)
+        self._t.unplaced.append(episode)
+
+    def _known(self, reason: str) -> str:
+        if len(self._reasons) < MAX_REASONS:
+            self._reasons.add(reason)
+        return reason if reason in self._reasons else "other"
 
     def _from_scratch(self, episode: Episode, reason: str) -> None:
         """Discard the log: short episodes survive this more often than long ones, so it is the last resort and counted."""
@@ -87,7 +114,7 @@ class Failures:
             self._group_failed(group, failure, reason)
 
     def _group_failed(self, group: Group, failure: FailureClass, reason: str) -> None:
-        """Too few members are left: the task goes to the back of the line, or aside."""
+        """Too few members are left: the task is issued again, or set aside."""
         task = group.task
         if not group.env_failures:
             strikes = self.strikes.get(task.id, 0) + 1

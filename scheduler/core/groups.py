@@ -21,6 +21,8 @@ SAME_REWARD = 1e-8
 """Rewards of a group that differ by less have no spread (docs/algorithms.md §2)."""
 WARN_FILTERED = 100
 """So many filtered groups in a row, and then each time twice as many, are worth a warning."""
+RETRY = "retry"
+"""Timer of an episode that rests after a failed attempt (`failures`)."""
 LEASED, ASSEMBLING, QUEUED = State.LEASED, State.ASSEMBLING, State.QUEUED
 
 
@@ -167,6 +169,9 @@ class Groups:
     def _end(self, member: Episode, reason: DropReason) -> None:
         if member.state is LEASED:
             self._leases.withdraw(member, reason.value)
+        if member.resting:
+            member.resting = False
+            self._t.timers.disarm(RETRY, member.id)
         self._t.waiting.remove(member)
         self._t.episodes.drop(member, reason)
         self._t.out.append(Forget(member.id))

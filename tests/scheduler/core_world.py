@@ -360,6 +360,14 @@ class World:
         reason = "" if ok else "a member is missing"
         self.send(TransferResult(transfer.version, transfer.transfer, ok, missing or [], reason, 100, 0.1, 0.2))
 
+    def rest(self, seconds: float = 31.0) -> None:
+        """Time passes with every node heard of: failed attempts are tried again."""
+        end = self.now + seconds
+        while self.now < end:
+            for node in self.nodes.values():
+                self.heard(node)
+            self.advance(min(1.0, end - self.now))
+
     def heard(self, node: ModelNode) -> None:
         self.send(e.NodeHeard(node.name, node.session))
 
@@ -462,7 +470,8 @@ class World:
                 assert episode.state is State.LEASED and episode.node is node
         assert leased == table.counts[State.LEASED] + table.eval_counts[State.LEASED]
         waiting = [episode for episode in table.live.values() if episode.state in (State.PENDING, State.PARKED)]
-        assert all(episode.stamp for episode in waiting)
+        assert all(bool(episode.stamp) != episode.resting for episode in waiting)
+        waiting = [episode for episode in waiting if not episode.resting]
         assert core.tables.waiting.count == len(waiting)
         assert core.tables.parks_ordered == sum(episode.parking for episode in table.live.values())
         self.check_admission()

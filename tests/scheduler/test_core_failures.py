@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from core_world import ModelLease, ModelNode, World, make_config, task
 
@@ -30,6 +32,7 @@ def test_each_class_has_its_own_budget_and_retries_count_attempts(failure: str, 
         lease = held(node, 0)
         assert lease is not None and lease.grant.attempt == attempt
         world.fail(node, lease, failure)
+        world.rest()
     assert held(node, 0) is None
     assert world.core.tables.episodes.failed[FailureClass(failure)] == 1
     assert world.tally("retries", failure) == budget
@@ -41,7 +44,50 @@ def test_budgets_do_not_mix() -> None:
         lease = held(node, 0)
         assert lease is not None
         world.fail(node, lease, failure)
+        world.rest()
     assert held(node, 0) is not None
+
+
+def test_an_attempt_that_got_nowhere_is_tried_again_after_a_pause_that_doubles() -> None:
+    """An env pool that is being restarted fails every attempt at once: the budget must outlive that."""
+    world, node = opened()
+    failed_at = []
+    while (lease := held(node, 0)) is not None:
+        failed_at.append(world.now)
+        world.fail(node, lease, "infra", "pool lost")
+        while held(node, 0) is None and world.now < 60.0 and not world.tally("tasks_reissued"):
+            world.rest(0.5)
+        if world.core.tables.episodes.failed[FailureClass.INFRA]:
+            break
+    pauses = [b - a for a, b in itertools.pairwise(failed_at)]
+    assert pauses == [2.0, 4.0, 8.0]
+
+
+def test_an_attempt_that_got_somewhere_is_tried_again_at_once() -> None:
+    world, node = opened()
+    world.delta(node, node.leases[0])
+    world.fail(node, node.leases[0], "env")
+    assert node.leases[0].grant.attempt == 2
+
+
+def test_a_resting_episode_falls_with_its_group() -> None:
+    world, node = opened()
+    world.fail(node, node.leases[0], "infra")
+    assert world.core.tables.episodes.live[0].resting
+    world.fail(node, node.leases[1], "data")
+    assert 0 not in world.core.groups.live
+    world.rest()
+    world.drain(2)
+
+
+def test_reasons_from_nodes_do_not_grow_the_tally_without_end() -> None:
+    world, node = opened(scheduler__retries_infra=100_000)
+    for number in range(200):
+        lease = node.leases[0]
+        world.delta(node, lease)
+        world.fail(node, lease, "infra", f"line {number} of a stack trace")
+    reasons = [key for key in world.core.tables.tally if key[0] == "attempts_failed"]
+    assert len(reasons) == 65 and world.tally("attempts_failed", "infra", "other") == 136
 
 
 def test_an_unknown_class_counts_as_infrastructure() -> None:
@@ -120,6 +166,7 @@ def test_starting_from_scratch_is_the_last_resort_and_counted() -> None:
     world.fail(node, node.leases[0], "env", "crash")
     assert node.leases[0].seq == 1, "the first retry goes on from the log"
     world.fail(node, node.leases[0], "env", "restore")
+    world.rest()
     assert node.leases[0].seq == 0, "the second, which got no further, begins anew"
     tally = world.core.tables.tally
     assert tally["regenerated", "restore"] == 1 and tally["tokens_discarded",] == 7

@@ -402,7 +402,8 @@ def test_nothing_is_acknowledged_or_ordered_before_the_journal_has_it(tmp_path: 
         world, hand = await ready(tmp_path, journal=journal)
         lease, before = hand.leases()[0], len(hand.orders)
         journal.gate.clear()
-        exchange = asyncio.create_task(hand.say(port.Fail(lease.episode, lease.attempt, "env", "crash")))
+        events: list[port.NodeEvent] = [delta(lease, 0), port.Fail(lease.episode, lease.attempt, "env", "crash")]
+        exchange = asyncio.create_task(hand.say(*events))
         await asyncio.sleep(2.0)
         assert not exchange.done() and len(hand.orders) == before
         journal.gate.set()
@@ -410,7 +411,7 @@ def test_nothing_is_acknowledged_or_ordered_before_the_journal_has_it(tmp_path: 
         assert len(hand.orders) > before
         assert [record.method for record in journal.records][-1] == "exchange"
         decoded = wire.decode(journal.records[-1].body, port.Exchange)
-        assert decoded.events == [port.Fail(lease.episode, lease.attempt, "env", "crash")]
+        assert decoded.events == events
         await world.stop()
 
     run(course)
@@ -424,7 +425,7 @@ def test_effects_leave_in_the_order_of_the_decisions(tmp_path: Path) -> None:
         world, hand = await ready(tmp_path, journal=journal, scheduler__retries_env=1)
         lease, before = hand.leases()[0], len(hand.orders)
         journal.gate.clear()
-        first = asyncio.create_task(hand.say(port.Fail(lease.episode, 1, "env", "crash")))
+        first = asyncio.create_task(hand.say(delta(lease, 0), port.Fail(lease.episode, 1, "env", "crash")))
         stop = asyncio.create_task(ask(world.driver, port.STOP_RUN, port.StopRun("enough"), 100.0))
         await asyncio.sleep(1.0)
         journal.gate.set()
