@@ -144,7 +144,7 @@ def test_f51_f59_an_episode_that_its_node_forgot_does_not_stay_leased_for_ever()
     assert world.tally("attempts_failed", "infra", "no_progress") == 1
     assert lost.grant.episode not in node.leases, "the node is told to stop it"
     world.rest(3.0)
-    if lost.grant.episode not in node.leases:
+    while lost.grant.episode not in node.leases:  # first comes the last member of the group that began in its place
         world.finish(node, next(lease for lease in node.leases.values() if lease is not kept))
     assert node.leases[lost.grant.episode].grant.attempt == 2
     assert node.leases[kept.grant.episode] is kept
