@@ -74,6 +74,7 @@ class FakeEngine:
         if self.dead is not None:
             raise self.dead
         assert request.id not in self._open and request.max_tokens >= 1 and request.tokens
+        assert all(other.request.episode != request.episode for other in self._open.values()), "one request per episode at a time"
         self.requests.append(request)
         self.arrived_while_paused += self._paused
         live = self._open[request.id] = _Live(request)

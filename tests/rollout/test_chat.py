@@ -141,7 +141,7 @@ def test_a_template_that_moves_tools_is_refused_only_with_tools() -> None:
     tokenizer = made.make("byte_level", made.MOVING_TOOLS, "<|im_end|>")
     renderer = ChatRenderer(tokenizer)
     renderer.prompt([ChatMessage("user", "hi")])
-    with pytest.raises(UserError, match="once tools are given"):
+    with pytest.raises(UserError, match="renders turn 0 otherwise when turn 1 follows once tools are given"):
         renderer.prompt([ChatMessage("user", "hi")], [TOOL])
 
 
@@ -195,6 +195,15 @@ def test_demonstration_has_the_ids_and_masks_of_a_sampled_episode() -> None:
     assert trained == f"{search} {answer} <end>"
     assert [(s.author, s.turn) for s in log.segments] == [(0, -1), (1, -1), (2, 0), (3, 0), (2, 1)]
     assert int(np.sum([s.length for s in log.segments])) == len(log)
+
+
+def test_a_special_token_inside_a_special_token_cannot_be_forged_either() -> None:
+    """Half of one special word may be another."""
+    tokenizer = made.words()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end><end>"]})
+    renderer = ChatRenderer(tokenizer)
+    ids = renderer.encode_data("26 <end><end> 27")
+    assert not set(ids) & {renderer.close_tokens[-1], tokenizer.convert_tokens_to_ids("<end><end>")} and len(ids) >= 2
 
 
 def test_special_tokens_that_are_words_of_the_vocabulary_cannot_be_forged_either() -> None:

@@ -163,14 +163,14 @@ def test_a_fenced_node_discards_and_joins_again() -> None:
 def test_an_update_of_an_old_session_says_nothing_in_the_new_one() -> None:
     async def main() -> None:
         async with World() as w:
-            w.node.receiver.seconds, w.node.engine.load_seconds = 0.0, 3.0
+            w.node.receiver.seconds, w.node.engine.load_seconds = 0.0, 8.0
             await w.begin_update()
             await asyncio.sleep(0.005)
             assert w.node.engine._paused
             w.scheduler.fence(w.node.name)
-            w.node.shell._exchange.wake()  # type: ignore[union-attr]
             await w.scheduler.until_joined(w.node.name, 2)
-            await asyncio.sleep(5.0)
+            assert w.node.engine._paused
+            await asyncio.sleep(10.0)
             assert w.scheduler.loads == [] and w.node.engine.version == 2 and not w.node.engine._paused
 
     run(main())

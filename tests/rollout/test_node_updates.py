@@ -185,7 +185,10 @@ def test_episode_lets_episodes_end_and_holds_new_leases() -> None:
             await w.lease(1, task=TASK)
             await asyncio.sleep(0.01)
             assert w.node.engine.version == 1 and len({r.episode for r in w.node.engine.requests}) == 1
-            assert isinstance(await w.scheduler.load(), Loaded)
+            loaded = await w.scheduler.load()
+            assert isinstance(loaded, Loaded) and loaded.drain_seconds < 1.0, (
+                "as long as the episode needs, not as long as it may"
+            )
             assert set((await w.scheduler.finished(0)).log().versions.tolist()) == {-1, 1}
             assert set((await w.scheduler.finished(1)).log().versions.tolist()) == {-1, 2}
             assert events(w)["Paused"] == 0
@@ -410,6 +413,22 @@ def test_nothing_is_aborted_while_the_engine_is_paused(order: str, monkeypatch: 
             record = await w.scheduler.until(0, lambda r: not r.leased)
             assert (record.discarded, record.parked) == ((1, 0) if order == "drop" else (0, 1))
             assert isinstance(await w.scheduler.load(), Loaded)
+
+    run(main())
+
+
+def test_a_newer_attempt_that_comes_in_a_pause_waits_until_the_older_one_has_left() -> None:
+    async def main() -> None:
+        async with World(config(update={"inflight": "keep"}, rollout=LONG), policy=endless) as w:
+            await w.lease(0, task=TASK)
+            await asyncio.sleep(0.2)
+            w.node.receiver.seconds, w.node.engine.load_seconds = 0.0, 2.0
+            await w.begin_update()
+            await asyncio.sleep(0.1)
+            await w.lease(0)
+            assert isinstance(await w.scheduler.load(), Loaded)
+            await asyncio.sleep(0.5)
+            assert [r.id for r in w.node.engine.requests] == ["0.1.1", "0.2.1"] and not w.scheduler.episodes[0].fails
 
     run(main())
 
