@@ -204,10 +204,9 @@ class SchedulerCore:
         if node is None:
             self.tables.tally.count("refused", "stale_session")
         elif isinstance(event.report, Loaded):
-            self.updates.loaded(node, event.report, now)
-            round = self.updates.round
-            if round is not None and round.expecting and node.name in round.loaded:
-                self.admission.share(node, len(round.expecting))
+            loading = self.updates.loaded(node, event.report, now)
+            if loading:
+                self.admission.share(node, loading)
         else:
             assert isinstance(event.report, LoadFailed)
             self.updates.load_failed(node, event.report, now)

@@ -135,12 +135,12 @@ class Updates:
 
     # --- what members and sender report ---------------------------------------------------------------------------------
 
-    def loaded(self, node: Node, report: Loaded, now: float) -> None:
-        """The node's engine runs the version of this round."""
+    def loaded(self, node: Node, report: Loaded, now: float) -> int:
+        """The node's engine runs the version of this round. How many others still load (0 if the report does not count)."""
         round = self._of(node, report.update)
         if round is None or report.version != round.transfer.version:
             self._t.tally.count("refused", "unexpected")
-            return
+            return 0
         del round.expecting[node.name]
         round.loaded.append(node.name)
         self._t.nodes.loaded(node, report.version)
@@ -153,6 +153,7 @@ class Updates:
         figures["pause_seconds"] += report.pause_seconds
         self._t.standing = self._t.room = True
         self._end_if_over(now)
+        return len(round.expecting)
 
     def load_failed(self, node: Node, report: LoadFailed, now: float) -> None:
         """The node could not load. Unless it is unusable now, the sender's result decides whether that was its own fault."""
