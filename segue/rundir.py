@@ -3,6 +3,7 @@
 config.toml             the resolved config
 attempts.jsonl          one line per start of the run, resumes included
 metrics.jsonl           one line per learner step
+evals.json              the evaluations so far, by name
 summary.json            at the end
 metrics/targets/*.json  where each process serves its metrics (Prometheus file_sd)
 journal/  queue/  checkpoints/step_N/  trajectories/  logs/<role>-<rank>.log
@@ -28,6 +29,7 @@ from segue import __version__
 from segue.errors import RunFailed, UserError
 
 CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
+EVALS = "evals.json"
 CHECKPOINT_COMPLETE, SCHEDULER_CUT = "COMPLETE", "scheduler.cut"
 _FOLDERS = ("metrics/targets", "journal", "queue", "checkpoints", "logs", "trajectories")
 
@@ -259,6 +261,10 @@ class RunDir:
     @property
     def summary(self) -> Path:
         return self.path / SUMMARY
+
+    @property
+    def evals(self) -> Path:
+        return self.path / EVALS
 
     @property
     def targets(self) -> Path:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
 import time
 from collections.abc import Awaitable, Mapping
 from typing import Any, TextIO, TypeVar
@@ -15,7 +17,7 @@ from typing import Any, TextIO, TypeVar
 from envpool.suites import load_suite
 from segue.cluster.roles import Facts
 from segue.config import Config
-from segue.errors import RunFailed
+from segue.errors import RunFailed, UserError
 from segue.ports.rpc import Peer, PeerLost, PeerTimeout, RemoteError, Rpc, ask
 from segue.ports.scheduler import (
     EVAL_STATE,
@@ -74,7 +76,9 @@ class Controller:
         self._console = console
         self._only_eval = only_eval
         self._began = self._last_step = time.monotonic()
-        self._evals: dict[str, EvalResult] = {}
+        self._evals = _read_evals(run)
+        earlier = read_jsonl(run.metrics)
+        self._earlier_seconds = earlier[-1]["elapsed_seconds"] if earlier else 0.0
         self._eval_events: dict[str, asyncio.Event] = {}
         self._lines = JsonLines(run.metrics)
         self._seen = 0
@@ -102,7 +106,7 @@ class Controller:
         if self._only_eval:
             await self._evaluate("eval")
             return
-        if config.eval.before and config.eval.tasks:
+        if config.eval.before and config.eval.tasks and "before" not in self._evals:  # a resumed run has had it
             await self._evaluate("before")
         await self._ask(OPEN_TRAINING, OpenTraining(config.steps))
         self._last_step = time.monotonic()
@@ -116,6 +120,8 @@ class Controller:
         config = self._config.eval
         suite = load_suite(self._config.task.env, self._config.task.args)
         tasks = suite.tasks("eval", config.tasks, self._config.seed)
+        when = "" if self._only_eval else f" {name} training"
+        self._say(f"evaluating{when} on {len(tasks)} held-out tasks")
         began = time.monotonic()
         await self._ask(START_EVAL, StartEval(name, tasks, config.temperature))
         try:
@@ -129,8 +135,9 @@ class Controller:
             ) from None
         success = sum(state.success) / len(state.success) if state.success else 0.0
         self._evals[name] = EvalResult(success, state.n, state.failed)
+        write_json(self._run.evals, {name: dataclasses.asdict(result) for name, result in self._evals.items()})
         self._say(
-            f"eval{'' if self._only_eval else f' {name} training'}: success {success:.3f} "
+            f"eval{when}: success {success:.3f} "
             f"on {state.n} held-out tasks ({state.failed} failed), {time.monotonic() - began:.1f} s"
         )
 
@@ -180,7 +187,7 @@ class Controller:
         began, self._last_step = self._last_step, now
         return step_line(
             data["step"],
-            elapsed_seconds=now - self._began,
+            elapsed_seconds=self._earlier_seconds + now - self._began,
             step_seconds=now - began,
             wait_seconds=stats.pop("wait_seconds", 0.0),
             version=scheduler["newest_version"],
@@ -238,6 +245,17 @@ class Controller:
         if self._config.staleness.over_age == "train":
             notes.append("staleness.over_age = 'train': tokens above staleness.max_age were trained.")
         return notes
+
+
+def _read_evals(run: RunDir) -> dict[str, EvalResult]:
+    """What earlier attempts evaluated before training; anything later they would do again."""
+    try:
+        known = json.loads(run.evals.read_text(encoding="utf-8"))
+        return {"before": EvalResult(**known["before"])} if "before" in known else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{run.evals} cannot be read ({error}): restore it, or remove it to evaluate again.") from None
 
 
 def _episodes(counts: Mapping[str, Any]) -> EpisodeCounts:

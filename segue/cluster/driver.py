@@ -104,12 +104,15 @@ class Driver:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted.set)
+        self._say("starting Ray and the roles")
+        began = loop.time()
         cluster = RayCluster(self._config, self._job.scratch)
         try:
             for pid, part in cluster.processes():
                 self._report.process(pid, part, fatal=True)
             await self._within_start("The start of the roles", self._start())
             self._report.started()
+            self._say(f"all {len(self._actors)} roles run after {loop.time() - began:.1f} s")
             code = await self._course()
         finally:
             self._report.stopping()
@@ -164,6 +167,9 @@ class Driver:
 
     async def _introduce(self, actor: _Actor) -> None:
         self._report.process(await actor.remote("pid"), actor.name, fatal=actor.fatal)
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._job.console, flush=True)
 
     def _watch(self, actor: _Actor) -> None:
         self._ends[asyncio.create_task(actor.remote("run"))] = actor
@@ -242,8 +248,7 @@ class Driver:
             if self._pool_restarts > MAX_POOL_RESTARTS:
                 raise RunFailed(dead.name, f"Env pools died {self._pool_restarts} times: see {self._run.log_of(dead.name)}.")
             log.warning("%s died; starting it again (%d of %d)", dead.name, self._pool_restarts, MAX_POOL_RESTARTS)
-            told = f"{dead.name} died; starting it again, its episodes go on from their snapshots."
-            print(told, file=self._job.console, flush=True)
+            self._say(f"{dead.name} died; starting it again, its episodes go on from their snapshots.")
             pool = self._create("envpool", dead.spec.rank, dead.spec.world, 0.0)
             try:
                 return await self._within_start(f"The restart of {dead.name}", self._bring_up(pool))

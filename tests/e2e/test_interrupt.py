@@ -1,0 +1,136 @@
+"""Ctrl-C: a clean stop with a checkpoint and exit code 130, at any moment; a second one ends at once. Then the run goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import LONG
+from e2e_run import END_SECONDS, START_SECONDS, Command, assert_whole, lines_of, segue, summary_of
+
+from segue.rundir import RunDir
+
+pytestmark = pytest.mark.processes
+STOPPING = r"^Stopping: the learner finishes its step and writes a checkpoint"
+
+
+@pytest.fixture(scope="module")
+def interrupted(smoke: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """A run with a step every checkpoint would miss, stopped after its third step or a little later."""
+    run = tmp_path_factory.mktemp("interrupted") / "run"
+    with Command("train", smoke, "--run", run, *LONG, "--set", "checkpoint.every=1000", "--set", "eval.tasks=4") as command:
+        command.steps(3)
+        command.signal(signal.SIGINT)
+        command.wait(END_SECONDS)
+        command.assert_nothing_left()
+        yield command
+
+
+def test_ctrl_c_stops_in_order_and_keeps_a_checkpoint(interrupted: Command) -> None:
+    run = interrupted.run
+    assert interrupted.wait() == 130, interrupted.tails()
+    assert interrupted.err == []
+    assert any(re.match(STOPPING, line) for line in interrupted.out)
+    assert not (run / "summary.json").exists()
+    assert not list((run / "metrics" / "targets").iterdir()), "a clean stop withdraws all targets"
+    steps = [line["step"] for line in lines_of(run)]
+    saved = RunDir.open(run).latest_checkpoint().step
+    assert steps == list(range(len(steps))) and saved >= len(steps) >= 3
+
+
+def test_a_stopped_run_can_be_reported(interrupted: Command) -> None:
+    told = segue("report", interrupted.run, "--json")
+    assert told.wait() == 0
+    assert json.loads("\n".join(told.out))["incomplete"] is True
+    assert "is not complete" in told.sentence() and "--resume" in told.sentence()
+
+
+def test_the_stopped_run_goes_on(interrupted: Command, smoke: Path) -> None:
+    """On Ray again: at the right step, under new version ids, with every step once; the first evaluation is not repeated."""
+    run = interrupted.run
+    saved = RunDir.open(run).latest_checkpoint().step
+    before = lines_of(run)
+    first_eval = json.loads((run / "evals.json").read_text())["before"]
+    flags = (*LONG, "--set", f"steps={saved + 3}", "--set", "eval.tasks=4", "--resume")
+    with Command("train", smoke, "--run", run, *flags) as command:
+        assert command.wait() == 0, command.tails()
+        command.assert_nothing_left()
+    assert any(f"from {run}/checkpoints/step_{saved}" in line for line in command.out)
+    assert not [line for line in command.out if line.startswith("eval before")]
+    assert int(command.line(r"^step +(\d+)/")[1]) == saved + 1
+    assert_whole(run, saved + 3)
+    after = lines_of(run)
+    assert after[: len(before)] == before[:saved]
+    assert all(line["version"] > before[-1]["version"] for line in after[saved:])
+    assert after[saved]["elapsed_seconds"] > before[-1]["elapsed_seconds"]
+    assert summary_of(run)["eval"]["before"] == first_eval
+    assert [attempt["resumed_from"] for attempt in attempts(run)] == [None, saved]
+
+
+def attempts(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
+
+
+def test_a_second_ctrl_c_ends_at_once(smoke: Path, tmp_path: Path) -> None:
+    """The first one waits for a learner that cannot stop, because it is stopped already."""
+    with Command("train", smoke, "--run", tmp_path / "run", *LONG) as command:
+        command.steps(1)
+        learner = command.role_pid("learner-0")
+        stop(learner)
+        command.signal(signal.SIGINT)
+        command.line(STOPPING, END_SECONDS)
+        command.signal(signal.SIGINT)
+        assert command.wait(END_SECONDS) == 130, command.tails()
+        assert command.err == []
+        command.assert_nothing_left()
+
+
+def stop(pid: int) -> None:
+    import os
+
+    os.kill(pid, signal.SIGSTOP)
+
+
+def test_ctrl_c_before_anything_runs(smoke: Path, tmp_path: Path) -> None:
+    with Command("train", smoke, "--run", tmp_path / "run", *LONG) as command:
+        command.line(r"^  weights")
+        command.signal(signal.SIGINT)
+        assert command.wait(END_SECONDS) == 130, command.tails()
+        assert all(line == "Interrupted." for line in command.err)
+        command.assert_nothing_left()
+
+
+def test_ctrl_c_while_the_roles_start(smoke: Path, tmp_path: Path) -> None:
+    with Command("train", smoke, "--run", tmp_path / "run", *LONG) as command:
+        command.pid_of("ray::RoleActor", within=START_SECONDS)
+        command.signal(signal.SIGINT)
+        assert command.wait(END_SECONDS) == 130, command.tails()
+        assert command.err == []
+        command.assert_nothing_left()
+
+
+def test_ctrl_c_during_an_evaluation(smoke: Path, tmp_path: Path) -> None:
+    """SIGTERM, as a batch system sends it, is the same but for the exit code."""
+    run = tmp_path / "run"
+    with Command("train", smoke, "--run", run, *LONG, "--set", "eval.tasks=4096") as command:
+        command.line(r"^evaluating")
+        command.signal(signal.SIGTERM)
+        assert command.wait(END_SECONDS) == 128 + signal.SIGTERM, command.tails()
+        assert command.err == []
+        command.assert_nothing_left()
+    assert not list((run / "metrics" / "targets").iterdir())
+
+
+def test_ctrl_c_in_serial_mode(smoke: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Command("train", smoke, "--run", run, *LONG, "--set", "checkpoint.every=1000", "--serial") as command:
+        command.steps(2)
+        command.signal(signal.SIGINT)
+        assert command.wait(END_SECONDS) == 130, command.tails()
+        assert command.err == []
+        command.assert_nothing_left()
+    assert RunDir.open(run).latest_checkpoint().step >= 2
