@@ -18,16 +18,12 @@ import argparse
 import gc
 import json
 import math
-import os
-import platform
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
+from benchmarks.result import document, machine, write
 from scheduler.core import SchedulerCore
 from scheduler.core import commands as c
 from scheduler.core import events as e
@@ -335,6 +331,7 @@ def main() -> None:
     parser.add_argument("--live", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    where = machine()
     sizes = {}
     for live in arguments.live:
         gc.collect()
@@ -345,22 +342,17 @@ def main() -> None:
     limit = math.log(last) / math.log(first)
     print(f"operations per event grow by {growth:.3f} from {first} to {last} live episodes (log n: {limit:.3f})")
     print(f"{sizes[last]['events_per_second']} events per second at {last} live episodes")
-    if arguments.json is not None:
-        result = {
-            "events_per_second": sizes[last]["events_per_second"],
-            "operations_growth_1k_to_100k": round(growth, 4),
-            "log_growth": round(limit, 4),
-            "sizes": {str(live): numbers for live, numbers in sizes.items()},
-            "machine": {
-                "cpus": os.cpu_count(),
-                "processor": platform.processor() or platform.machine(),
-                "system": platform.platform(),
-            },
-            "versions": {"python": platform.python_version(), "msgspec": msgspec.__version__},
-            "seeds": [arguments.seed],
-            "command": "python -m benchmarks.scheduler_core " + " ".join(sys.argv[1:]),
-        }
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = {
+        "events_per_second": sizes[last]["events_per_second"],
+        "operations_growth_1k_to_100k": round(growth, 4),
+        "log_growth": round(limit, 4),
+        "sizes": {str(live): numbers for live, numbers in sizes.items()},
+    }
+    told = {key: value for key, value in vars(arguments).items() if key != "json"}
+    write(
+        arguments.json,
+        document("scheduler_core", result, seeds=[arguments.seed], arguments=told, packages=("msgspec",), where=where),
+    )
 
 
 if __name__ == "__main__":
