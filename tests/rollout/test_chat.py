@@ -202,7 +202,7 @@ def test_a_special_token_inside_a_special_token_cannot_be_forged_either() -> Non
     tokenizer = made.words()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<end><end>"]})
     renderer = ChatRenderer(tokenizer)
-    ids = renderer.encode_data("26 <end><end> 27")
+    ids = renderer.encode_data("26 <end> <end><end> 27")
     assert not set(ids) & {renderer.close_tokens[-1], tokenizer.convert_tokens_to_ids("<end><end>")} and len(ids) >= 2
 
 

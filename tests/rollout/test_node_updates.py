@@ -426,6 +426,8 @@ def test_a_newer_attempt_that_comes_in_a_pause_waits_until_the_older_one_has_lef
             await w.begin_update()
             await asyncio.sleep(0.1)
             await w.lease(0)
+            await asyncio.sleep(1.0)
+            assert w.node.engine._paused and (0, 2, -1) not in w.pool.replies, "not even its environment is made"
             assert isinstance(await w.scheduler.load(), Loaded)
             await asyncio.sleep(0.5)
             assert [r.id for r in w.node.engine.requests] == ["0.1.1", "0.2.1"] and not w.scheduler.episodes[0].fails
