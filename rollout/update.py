@@ -227,7 +227,10 @@ class Updater:
                 except ValueError as error:  # nothing has changed; whatever else is raised leaves the engine paused for good
                     await engine.resume(epoch)
                     raise NotLoaded("load", f"version {version} does not fit: {error}") from error
+                loaded = now()
                 await engine.resume(epoch)
+            self._sync.observe("segue_weight_sync_seconds", loaded - idle, phase="load")
+            self._sync.observe("segue_weight_sync_seconds", now() - loaded, phase="resume")
             if first:
                 self._activity.end("wait_weights")
             pause_seconds = now() - idle

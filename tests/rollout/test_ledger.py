@@ -106,7 +106,7 @@ class TokenModel:
         self.lease = self.ledger.lease(sampled_until)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_causes_agree_with_a_model_of_every_token(data: st.DataObject) -> None:
     block = data.draw(st.sampled_from([1, 4]), "block")

@@ -154,7 +154,7 @@ def episodes(draw: st.DrawFn) -> tuple[list[DeltaBody], TokenLog]:
     return deltas, concat(whole)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(episodes())
 def test_reading_the_deltas_back_gives_the_log_that_was_written(episode: tuple[list[DeltaBody], TokenLog]) -> None:
     """At every delta: write on here, or restore elsewhere and write on there: the same states and the same payloads."""

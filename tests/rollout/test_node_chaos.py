@@ -19,6 +19,7 @@ from segue.episode import Task
 from segue.ports.scheduler import Drop, ParkOrder, Paused, Resumed
 
 EPISODES = 10
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 20))]
 
 
 def task(episode: int) -> Task:
@@ -111,7 +112,7 @@ class Chaos:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep", "turn", "episode"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_every_episode_ends_as_it_would_have_alone(mode: str, seed: int) -> None:
     expected = [alone(episode) for episode in range(EPISODES)]
 

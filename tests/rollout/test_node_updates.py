@@ -129,6 +129,7 @@ def test_staging_does_not_stop_generation() -> None:
             assert sync["transfer"] == pytest.approx(1.0) and sync["load"] == pytest.approx(0.04)
             assert w.node.metrics.value("segue_policy_version") == 2
             assert w.node.sync_metrics.sum("segue_weight_sync_seconds", phase="stage") == pytest.approx(1.0)
+            assert w.node.sync_metrics.sum("segue_weight_sync_seconds", phase="load") == pytest.approx(0.04)
 
     run(main())
 

@@ -182,7 +182,7 @@ def test_no_exchange_grows_without_bound() -> None:
     assert sizes == [2, 2, 1] and not box.unacknowledged
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_event_is_delivered_once_and_in_order(data: st.DataObject) -> None:
     """Against a scheduler that sees every sending, answers some, and keeps what it has seen by number."""
