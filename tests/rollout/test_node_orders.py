@@ -9,8 +9,9 @@ from fake_engine import FakeEngine
 from fake_scheduler import Record
 from node_world import World, config, renderer, run, until
 
+from segue.clock import now
 from segue.episode import Task
-from segue.ports.engine import GenerateRequest
+from segue.ports.engine import EngineDead, GenerateRequest
 from segue.ports.rpc import ask
 from segue.ports.scheduler import NODE_STATUS, ORDERS, Drop, Extend, Finish, GetStatus, Orders, Parked, ParkOrder, SliceUsed, Stop
 
@@ -115,6 +116,30 @@ def test_a_dropped_attempt_says_nothing_more() -> None:
             await w.scheduler.push(w.node.name, Drop(0, 1, "redundant"))
             await w.scheduler.until(0, lambda r: r.discarded == 1)
             assert SliceUsed(0, 1) not in w.scheduler.events
+
+    run(main())
+
+
+@pytest.mark.parametrize("deaf_seconds", [5.0, 1e6])
+def test_an_abort_that_the_engine_does_not_hear_is_repeated_and_not_for_ever(deaf_seconds: float) -> None:
+    """F19, F20: an abort may come before the engine knows the request; one that never takes effect is the engine's death."""
+
+    async def main() -> None:
+        async with World(config(rollout={"max_turn_tokens": 20_000, "max_tokens": 30_000}), policy=endless) as w:
+            await w.lease(0, task=TASK)
+            await asyncio.sleep(0.3)
+            w.node.engine.deaf_to_aborts = True
+            began = now()
+            await w.scheduler.push(w.node.name, Drop(0, 1, "redundant"))
+            if deaf_seconds < 60.0:
+                await asyncio.sleep(deaf_seconds)
+                w.node.engine.deaf_to_aborts = False
+                await w.scheduler.until(0, lambda r: r.discarded == 1)
+                assert now() - began < deaf_seconds + 3.0
+            else:
+                with pytest.raises(EngineDead, match=r"did not end request 0\.1\.1 within 60 s"):
+                    await w.node.shell.run()
+                assert now() - began < 65.0
 
     run(main())
 
