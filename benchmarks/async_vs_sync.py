@@ -10,6 +10,9 @@ What counts is the steady state, as metrics.jsonl has it: in async mode the firs
 η + 2 no new group begins because no step would need it; both are left out. A synchronous step begins with nothing in flight, so
 that one step at either end is enough. The rate from the same first step to the very last one is given beside it (`to_the_end`).
 
+What a synchronous step cannot go below is the longest sum of latencies among its episodes: `slowest_episode_seconds`, drawn again
+here from the same seeds, shows how much of `step_seconds` is that, and that sync mode wastes nothing else.
+
 That environments are the bottleneck is measured, not assumed: at both ends of the window the benchmark scrapes `/metrics`. The
 mean latency of environment steps must be at least 3 times the mean time that sampling an action takes, in every run.
 """
@@ -17,6 +20,7 @@ mean latency of environment steps must be at least 3 times the mean time that sa
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import statistics
 import sys
@@ -28,13 +32,17 @@ from typing import Any
 
 from benchmarks import result
 from benchmarks.watched import Scrape, Watched, grown, quantile, train
+from envpool.environment import Suite, Timed
+from envpool.suites import load_suite
+from scheduler.tasks import EpochSampler
 from segue.config import Config, load_config
+from segue.episode import Task
 from segue.errors import RunFailed, UserError
 from segue.metrics.vocabulary import STATES, is_idle
 from segue.report import steps as step_lines
 
 ARMS = ("async", "sync", "one_step_off")
-STEPS = {"async": 24, "sync": 7, "one_step_off": 14}
+STEPS = {"async": 24, "sync": 9, "one_step_off": 14}
 """Steps per run, so that the windows of the arms are about equally long."""
 LATENCY_OVER_GENERATION = 3.0
 """What the mean latency of an environment step must at least be, in mean times of sampling an action."""
@@ -126,6 +134,33 @@ def idle_share(before: Scrape, after: Scrape, role: str) -> float:
     return sum(share for state, share in state_shares(before, after, role).items() if is_idle(state))
 
 
+def slowest_episode(config: Config, steps: range) -> float:
+    """Mean over steps of a synchronous run of the longest sum of environment latencies among the step's episodes, in seconds."""
+    suite = load_suite(config.task.env, config.task.args)
+    tasks = suite.tasks("train", config.task.train_tasks, config.seed)
+    sampler = EpochSampler(len(tasks), config.seed, config.data.shuffle)
+    order = itertools.chain.from_iterable(iter(sampler) for _ in itertools.count())
+    floors = []
+    for _ in range(steps.stop):
+        batch = [tasks[index] for index in itertools.islice(order, config.batch.groups)]
+        floors.append(max(latencies(suite, task, member) for task in batch for member in range(config.group.size)))
+    return statistics.mean(floors[steps.start :])
+
+
+def latencies(suite: Suite, task: Task, member: int) -> float:
+    """How long the environment of one episode takes in all, reset and steps, whatever the actions; nothing is waited for."""
+    environment = suite.make(task, member)
+    assert isinstance(environment, Timed), f"the suite {suite.name} does not say how long it takes"
+    environment.defer()
+    environment.reset(task, task.seed)
+    seconds, over = environment.owed(), False
+    while not over:
+        result = environment.step("")
+        seconds += environment.owed()
+        over = result.terminated or result.truncated
+    return seconds
+
+
 # --- over repeats -----------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +234,9 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             overrides = [*_overrides(args, arm), f"seed={args.seed + repeat}"]
             watched = train(args.config, scratch / f"{arm}-{repeat}", overrides, {window.warm, window.last}, RUN_SECONDS)
             figures = arm_figures(watched, window) | {"seed": args.seed + repeat, "steps": config.steps}
+            if arm == "sync" and config.task.env == "latency":
+                drawn = config.model_copy(update={"seed": args.seed + repeat})
+                figures["slowest_episode_seconds"] = slowest_episode(drawn, range(window.warm, window.last))
             runs[arm].append(figures)
             print(line(arm, repeat, figures), flush=True)
     shared = setup(plans[args.arms[0]][0])

@@ -13,6 +13,8 @@ import pytest
 from benchmarks import async_vs_sync as bench
 from benchmarks.async_vs_sync import ARMS, CONFIG, STEPS, Window
 from benchmarks.watched import Watched
+from envpool.suites import load_suite
+from scheduler.tasks import TaskStream
 from segue.config import Config, load_config
 from segue.config.root import resolve
 from segue.errors import RunFailed, UserError
@@ -41,7 +43,6 @@ def test_sync_can_start_its_whole_batch_at_once() -> None:
 
 def test_no_latency_comes_near_the_deadline_of_a_step() -> None:
     """A draw above it would time out in every attempt, and with it its episode would be lost."""
-    from envpool.suites import load_suite
     from envpool.suites.latency import LatencyEnvironment, LatencySuite, draw_seconds
 
     config = load_config(CONFIG)
@@ -148,6 +149,26 @@ def test_a_runs_figures_are_those_of_its_window() -> None:
 def test_turns_that_were_not_measured_are_no_result() -> None:
     with pytest.raises(RunFailed, match="segue_turn_generate_seconds observed nothing"):
         bench.turn_seconds(scraped(1.0), scraped(1.0))
+
+
+def test_the_floor_of_a_synchronous_step_is_its_slowest_episode() -> None:
+    def config(**args: Any) -> Config:
+        run = load_config(CONFIG, ["mode=sync", "task.train_tasks=20", "seed=3"]).model_dump(exclude_none=True)
+        run["task"]["args"] = {"mean": 2.0, "reset_seconds": 0.5, "turns_min": 3, "turns_max": 3, **args}
+        return resolve(run, "test")
+
+    assert bench.slowest_episode(config(), range(1, 4)) == pytest.approx(0.5 + 3 * 2.0)
+    drawn = config(distribution="lognormal", spread=1.0)
+    each = [bench.slowest_episode(drawn, range(step, step + 1)) for step in range(6)]
+    assert bench.slowest_episode(drawn, range(2, 6)) == pytest.approx(sum(each[2:]) / 4)
+    # The tasks come in the order in which the scheduler's stream gives them, also in the second epoch (20 tasks, 8 a step).
+    suite = load_suite("latency", drawn.task.args)
+    tasks = suite.tasks("train", 20, 3)
+    stream = TaskStream(tasks, 3, shuffle=True)
+    for floor in each:
+        batch = stream.take(8)
+        assert floor == max(bench.latencies(suite, task, member) for task in batch for member in range(4))
+    assert len(set(each)) > 1
 
 
 # --- several runs -----------------------------------------------------------------------------------------------------------
@@ -265,6 +286,7 @@ def test_a_real_pair(tmp_path: Path) -> None:
     told = bench.measure(args, tmp_path)
     ours, theirs = told["async"]["runs"][0], told["sync"]["runs"][0]
     assert ours["staleness"]["mean"] > 0 and ours["staleness"]["max"] <= 4
+    assert theirs["slowest_episode_seconds"] < theirs["step_seconds"]["mean"]
     assert theirs["staleness"]["max"] == 0 and theirs["tokens_masked_age"] == 0
     for run in (ours, theirs):
         assert run["episodes"]["failed"] == {} and run["notes"] == []
