@@ -117,8 +117,8 @@ def token_diagnostics(records: Sequence[TokenRecord], reduce: Reduce | None = No
         "kl_k3": per_token(k3),
         "entropy": per_token(entropy),
         "logprob_gap_tokens": compared,
-        "logprob_gap_mean": gap_sum / compared if compared else 0.0,
-        "logprob_gap_max": largest if compared else 0.0,
+        "logprob_gap_mean": gap_sum / compared if compared else float("nan"),
+        "logprob_gap_max": largest if compared else float("nan"),
     }
 
 

@@ -25,7 +25,6 @@ from rollout.gate import Gate, Passage
 from rollout.ledger import EpisodeKv, Ledger
 from rollout.log import BadLog, Budget, EpisodeLog, Phase, Piece
 from rollout.straddle import Straddle
-from rollout.transcript import Transcripts
 from segue.clock import now
 from segue.config.rollout import RolloutConfig
 from segue.episode import DeltaBody, FailureClass, Outcome, TurnRecord, observation_hash
@@ -66,7 +65,6 @@ class Host:
     activity: ActivityClock
     emit: Callable[[NodeEvent, bool], None]
     abort: Callable[[EpisodeLoop, str], None]
-    transcripts: Transcripts | None = None
 
 
 class EpisodeLoop:
@@ -396,8 +394,6 @@ class EpisodeLoop:
             info=dict(log.info),
         )
         self._emit(finish, True)
-        if self._host.transcripts is not None:
-            self._host.transcripts.finished(self.lease, log, finish, now())
 
     def _fail(self, failure: str, reason: str, error: Exception) -> None:
         if self.dropped:

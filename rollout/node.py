@@ -23,7 +23,6 @@ from rollout.ledger import Ledger
 from rollout.loop import EpisodeLoop, Host
 from rollout.outbox import Acknowledged, ExchangeLoop, OrderInbox, Outbox
 from rollout.tasks import Tasks
-from rollout.transcript import Save, Transcripts
 from rollout.update import Updater
 from segue.clock import now
 from segue.config import Config
@@ -69,8 +68,7 @@ class NodeShell:
     """See the module. `metrics` is the registry of role rollout, `sync_metrics` and `sync_clock` those of the receiver's target.
 
     `activity` has `segue.metrics.vocabulary.ROLLOUT_PRECEDENCE`. `session` is the first session number; a node process that
-    takes the place of a dead one must be given a higher one. `save` (`segue.rundir.SampledTrajectories.save`) keeps some finished
-    episodes for reading.
+    takes the place of a dead one must be given a higher one.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class NodeShell:
         sync_clock: StateClock,
         host: str = "127.0.0.1",
         session: int = 1,
-        save: Save | None = None,
     ) -> None:
         self.name = name
         self._config = config
@@ -125,7 +122,6 @@ class NodeShell:
             activity=activity,
             emit=self._emit,
             abort=self._abort_soon,
-            transcripts=Transcripts(save, renderer) if save is not None else None,
         )
         self._scheduler: Peer | None = None
         self._loops: dict[int, EpisodeLoop] = {}

@@ -116,7 +116,6 @@ class Node:
         self.sync_clock = StateClock(STATES["weightsync"], time)
         self.metrics.attach(self.activity)
         self.began = now()
-        self.saved: list[dict[str, Any]] = []
         self.up: Line  # to the scheduler
         self.env: Line  # to the pool
         self.down: Line  # from the scheduler
@@ -132,7 +131,6 @@ class Node:
             activity=self.activity,
             sync_clock=self.sync_clock,
             session=session,
-            save=lambda record: self.saved.append(record()),
         )
 
 

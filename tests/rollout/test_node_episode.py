@@ -285,23 +285,3 @@ def test_state_seconds_sum_to_elapsed_time() -> None:
             assert states["other"] < 0.05 * sum(states.values())
 
     run(main())
-
-
-def test_some_finished_episodes_are_kept_for_reading() -> None:
-    async def main() -> None:
-        async with World() as w:
-            for episode in range(10):
-                await w.lease(episode, task=talk(turns=2, seed=episode))
-            for episode in range(10):
-                await w.scheduler.finished(episode)
-            await asyncio.sleep(5.0)
-            await w.lease(10, task=talk(turns=2, seed=10))
-            record = await w.scheduler.finished(10)
-            assert len(w.node.saved) == 2, "at most one in two seconds"
-            kept, log = w.node.saved[1], record.log()
-            assert kept["episode"] == 10 and kept["outcome"] == "terminated" and kept["tokens"] == len(log)
-            assert kept["sampled_by_version"] == {"1": int(log.mask.sum())}
-            assert kept["text"] == made.words().decode(log.tokens.tolist()).removesuffix(" <end>")
-            assert [t["action"] for t in kept["turns"]] == [b.record.action for b in record.bodies()[1:] if b.record is not None]
-
-    run(main())
