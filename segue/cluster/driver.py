@@ -29,7 +29,7 @@ from segue.cluster.ray_cluster import RayCluster, create_actor
 from segue.cluster.roles import GET_FACTS, Facts, GetFacts, RoleSpec
 from segue.cluster.supervisor import died
 from segue.config import to_toml
-from segue.errors import RunFailed
+from segue.errors import RunFailed, UserError
 from segue.ports.rpc import Failure, PeerError, ask
 from segue.rundir import RunDir
 
@@ -56,7 +56,7 @@ class _Actor:
         return self.spec.role != "envpool"
 
     async def remote(self, method: str, *arguments: Any) -> Any:
-        """Call an actor method; a dead actor is `Died`, a `Failure` it returned a `RunFailed`."""
+        """Call an actor method; a dead actor is `Died`, a `Failure` it returned a `RunFailed` or `UserError`."""
         try:
             reply = await asyncio.wrap_future(getattr(self.handle, method).remote(*arguments).future())
         except ray.exceptions.RayError as error:
@@ -65,7 +65,7 @@ class _Actor:
         if isinstance(reply, bytes):
             with contextlib.suppress(wire.UnknownMessage):
                 failure = wire.decode(reply, Failure)
-                raise RunFailed(failure.error, failure.sentence)
+                raise UserError(failure.sentence) if failure.fault == "user" else RunFailed(failure.error, failure.sentence)
         return reply
 
 

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from segue.cluster.devices import with_devices
-from segue.cluster.prepare import Prepared, check_model, find_model
+from segue.cluster.prepare import Prepared, check, find_model
 from segue.cluster.supervisor import watch
 from segue.config import Config, load_config, to_toml
 from segue.errors import UserError
@@ -25,7 +25,7 @@ def evaluate(target: Path, overrides: list[str], step: int | None, as_json: bool
         if step is not None:
             raise UserError(f"--step {step} needs a run directory, and {target} is none: leave it out or name a run.")
         config = with_devices(load_config(target, overrides))
-        check_model(config)
+        check(config)
         model = find_model(config)
         name = target.stem
     if config.eval.tasks == 0:

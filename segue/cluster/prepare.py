@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from envpool.suites import load_suite
 from segue.cluster.devices import with_devices
 from segue.cluster.plan import plan_lines
+from segue.cluster.ports import check_ports
 from segue.config import Config, load_config, to_toml
 from segue.errors import UserError
 from segue.rundir import CheckpointFolder, RunDir
@@ -28,9 +30,11 @@ class Prepared:
 def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool, serial: bool = False) -> Prepared:
     """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`."""
     config = with_devices(load_config(config_path, overrides))
-    check_model(config)
+    check(config)
     if serial:
         _check_serial(config)
+    else:
+        check_ports(config)
     now = datetime.now()
     checkpoint = None
     if resume:
@@ -80,8 +84,12 @@ def find_model(config: Config) -> str:
     return config.model.path or str(_warm_start(config))
 
 
-def check_model(config: Config) -> None:
-    """A model folder that is none is found before anything starts."""
+def check(config: Config) -> None:
+    """What else can be found wrong before anything starts: the suite and its tasks, the model's folder. Raises `UserError`."""
+    if ":" not in config.task.env:  # a suite of the user's own is loaded by the roles only: it may be heavy
+        suite = load_suite(config.task.env, config.task.args)
+        suite.tasks("train", config.task.train_tasks, config.seed)
+        suite.tasks("eval", config.eval.tasks, config.seed)
     path = config.model.path
     if path and not (Path(path) / "config.json").is_file():
         raise UserError(f"model.path = {path!r} is no Hugging Face model folder (it has no config.json): name one that is.")

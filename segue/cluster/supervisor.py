@@ -40,13 +40,18 @@ def supervise(config_path: Path, overrides: list[str], run: Path | None, resume:
 def watch(prepared: Prepared, serial: bool, quiet: bool = False) -> int:
     """Run a prepared run under watch; `quiet` moves what the driver prints to stderr. Errors as `supervise`."""
     adopt_orphans()
-    with tempfile.TemporaryDirectory(prefix="segue-", ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(prefix="segue-", dir=_short_folder(), ignore_cleanup_errors=True) as scratch:
         watching = _Watch(prepared, serial, quiet, scratch)
         try:
             return asyncio.run(watching.run())
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # this is the end already, and it must be whole
             end_family(grace_seconds=0.0 if watching.in_haste else 2.0)
+
+
+def _short_folder() -> str | None:
+    """Where temporary files go, unless it is too deep for Ray's sockets, whose paths may have 107 bytes."""
+    return None if len(os.fsencode(tempfile.gettempdir())) <= 16 else "/tmp"
 
 
 class _Watch:

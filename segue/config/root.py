@@ -125,7 +125,7 @@ def _sentence(error: ValidationError, where: str) -> str:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         what = f"table {key}" if isinstance(first["input"], dict) else f"key {key} = {first['input']!r}"
-        return f"{where} has an unknown {what}: {_nearest(key)}."
+        return f"{where} has an unknown {what}: {_nearest(key)}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):
         return f"{where} gives {key.rpartition('.')[0]} too few values: add the missing one."
     if first["type"] == "missing":
@@ -151,13 +151,13 @@ def _nearest(key: str) -> str:
     for part in parents:
         field = node.model_fields.get(part) if isinstance(node, type) and issubclass(node, Section) else None
         if field is None:
-            return "remove it"
+            return "remove it."
         kinds = [k for k in (field.annotation, *getattr(field.annotation, "__args__", ())) if isinstance(k, type)]
         node = next((k for k in kinds if issubclass(k, Section)), None)
     if node is None:
-        return "remove it"
+        return "remove it."
     close = difflib.get_close_matches(last, list(node.model_fields), n=1)
-    return f"did you mean {'.'.join([*parents, close[0]])}?" if close else "remove it"
+    return f"did you mean {'.'.join([*parents, close[0]])}?" if close else "remove it."
 
 
 def _resolved(config: Config) -> Config:

@@ -98,6 +98,8 @@ def test_all_tasks_of_a_small_corpus_can_be_had_and_one_more_is_refused() -> Non
     assert len({task.id for task in suite.tasks("eval", possible, 0)}) == possible
     with pytest.raises(UserError, match="ask for fewer"):
         suite.tasks("eval", possible + 1, 0)
+    with pytest.raises(UserError, match=f"has {possible} eval tasks"):
+        suite.tasks("eval", 10**12, 0)  # is not searched for
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def sentence(*overrides: str) -> str:
     with pytest.raises(UserError) as refused:
         config(*overrides)
     text = str(refused.value)
-    assert text.startswith("demo.toml ") and text.endswith(".") and "\n" not in text, text
+    assert text.startswith("demo.toml ") and text.endswith((".", "?")) and not text.endswith("?.") and "\n" not in text, text
     return text
 
 

@@ -43,7 +43,8 @@ def draw_tasks(facts: list[Fact], operations: Sequence[str], split: Split, n: in
     """`n` distinct questions of a split in an order fixed by the seed. Raises UserError if there are fewer."""
     rng = random.Random(f"search_qa/{split}/{seed}")
     chosen: dict[str, Task] = {}
-    tries = 20 * n  # while less than about nine tenths of all questions are taken, drawing at random finds the next one soon
+    # While less than about nine tenths of all questions are taken, drawing at random finds the next one soon.
+    tries = 20 * n if n <= len(facts) ** 2 * len(operations) // 2 else 0
     while len(chosen) < n and tries:
         tries -= 1
         first, second = rng.choice(facts), rng.choice(facts)
