@@ -34,14 +34,20 @@ START_SECONDS = 240.0
 """From the command to its first step, with much else going on on two cores (idle: some 20 s)."""
 END_SECONDS = 60.0
 """Issue 2: so long after a death the run goes on or has ended, with a word on what died."""
+LONG = ("--set", "steps=100000", "--set", "eval.tasks=0", "--set", "checkpoint.every=1", "--set", "rollout.nodes=1")
+"""Overrides of a run that goes on until something ends it."""
 STEP_LINE = r"^step +(\d+)/"
 
 
 class Command:
-    """One `segue` command; a context manager that ends what is left of it."""
+    """One `segue` command, run in the folder `cwd`; a context manager that ends what is left of it."""
 
     def __init__(
-        self, *arguments: object, env: Mapping[str, str] | None = None, preexec: Callable[[], None] | None = None
+        self,
+        *arguments: object,
+        cwd: Path = ROOT,
+        env: Mapping[str, str] | None = None,
+        preexec: Callable[[], None] | None = None,
     ) -> None:
         self.arguments = [str(argument) for argument in arguments]
         self.mark = uuid.uuid4().hex
@@ -51,7 +57,7 @@ class Command:
         self.began = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "segue.cli", *self.arguments],
-            cwd=ROOT,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from conftest import LONG
-from e2e_run import ROOT, Command, segue
+from e2e_run import LONG, Command, segue
 
 from segue.config import load_config
 from segue.rundir import RunDir
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.processes
 
 def config_of(model: Path, smoke: Path, path: Path) -> Path:
     """The smoke config with a model of one's own, written to `path`."""
-    data = load_config(ROOT / smoke).model_dump(exclude_none=True)
+    data = load_config(smoke).model_dump(exclude_none=True)
     data.pop("warmstart", None)
     data["model"] = {"path": str(model)}
     path.write_text(tomli_w.dumps(data))
@@ -37,7 +36,7 @@ def config_of(model: Path, smoke: Path, path: Path) -> Path:
 @pytest.fixture(scope="module")
 def model(smoke: Path) -> Path:
     """The folder of the smoke config's starting model."""
-    config = load_config(ROOT / smoke)
+    config = load_config(smoke)
     if config.model.path:
         return Path(config.model.path)
     return Path(segue("warmstart", smoke).out[-1])
@@ -122,7 +121,7 @@ def test_a_used_run_directory(smoke: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_to_resume_from(smoke: Path, tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path / "run", (ROOT / smoke).read_text())
+    run = RunDir.create(tmp_path / "run", smoke.read_text())
     before = run.config.read_bytes()
     command = segue("train", smoke, "--run", run.path, "--resume")
     assert command.wait() == 2

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LONG
-from e2e_run import END_SECONDS, START_SECONDS, Command, assert_whole, lines_of, segue, summary_of
+from e2e_run import END_SECONDS, LONG, START_SECONDS, Command, assert_whole, lines_of, segue, summary_of
 
 from segue.rundir import RunDir
 
@@ -80,19 +80,13 @@ def test_a_second_ctrl_c_ends_at_once(smoke: Path, tmp_path: Path) -> None:
     with Command("train", smoke, "--run", tmp_path / "run", *LONG) as command:
         command.steps(1)
         learner = command.role_pid("learner-0")
-        stop(learner)
+        os.kill(learner, signal.SIGSTOP)
         command.signal(signal.SIGINT)
         command.line(STOPPING, END_SECONDS)
         command.signal(signal.SIGINT)
         assert command.wait(END_SECONDS) == 130, command.tails()
         assert command.err == []
         command.assert_nothing_left()
-
-
-def stop(pid: int) -> None:
-    import os
-
-    os.kill(pid, signal.SIGSTOP)
 
 
 def test_ctrl_c_before_anything_runs(smoke: Path, tmp_path: Path) -> None:

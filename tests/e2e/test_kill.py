@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import LONG
-from e2e_run import END_SECONDS, START_SECONDS, Command, assert_whole, kill, lines_of, segue, summary_of
+from e2e_run import END_SECONDS, LONG, START_SECONDS, Command, assert_whole, kill, lines_of, segue, summary_of
 
 from segue.rundir import RunDir
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from e2e_run import Command, assert_whole, lines_of, segue, summary_of
 
@@ -57,10 +57,12 @@ def test_it_is_asynchronous_as_on_ray(twins: list[Path]) -> None:
 
 
 def test_it_is_one_process(smoke: Path, tmp_path: Path) -> None:
-    with Command("train", smoke, "--run", tmp_path / "run", "--serial") as command:
+    """And without --run, the run directory is named after the config and the time."""
+    with Command("train", smoke, "--serial", cwd=tmp_path) as command:
         command.line(r"^eval before training")
         assert sorted(process.pid == command.pid for process in command.family()) == [False, True]
-        assert all(process.status() != psutil.STATUS_ZOMBIE for process in command.family())
+    (run,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(rf"{smoke.stem}-\d{{8}}-\d{{6}}", run.name)
 
 
 @pytest.mark.parametrize(
