@@ -255,10 +255,12 @@ def _training_tasks(suite: Suite, n: int, seed: int) -> list[Any]:
 def _distil(wanted: WarmstartConfig, tokenizer: Any, logs: list[TokenLog], folder: Path, told: Any) -> int:
     """Train a new policy on `logs` and save it in `folder`; returns its number of parameters."""
     import torch
+    from transformers.utils import logging
 
     from learner.distill import distill
     from learner.model import wrap_model
 
+    logging.disable_progress_bar()  # transformers would draw its own over ours
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(wanted.threads, os.cpu_count() or 1)))
     try:
