@@ -99,6 +99,7 @@ class Driver:
         self._restarts: set[asyncio.Task[Any]] = set()
         self._silent: set[str] = set()
         self._pool_restarts = 0
+        self._rendezvous = ""
         self._interrupted = asyncio.Event()
 
     async def run(self) -> int:
@@ -107,6 +108,7 @@ class Driver:
         self._say("starting Ray and the roles")
         began = loop.time()
         cluster = RayCluster(self._config, self._job.scratch)
+        log.info("Ray runs after %.1f s", loop.time() - began)
         try:
             for pid, part in cluster.processes():
                 self._report.process(pid, part, fatal=True)
@@ -124,30 +126,30 @@ class Driver:
 
     async def _start(self) -> None:
         config = self._config
-        for role, count, gpus in (
+        for role, count, gpus in (  # those that take longest to build come first
+            ("learner", config.learner.ranks, config.learner.gpus),
+            ("rollout", config.rollout.nodes, config.rollout.gpus),
             ("scheduler", 1, 0.0),
             ("envpool", config.envpool.pools, 0.0),
-            ("rollout", config.rollout.nodes, config.rollout.gpus),
-            ("learner", config.learner.ranks, config.learner.gpus),
         ):
             for rank in range(count):
                 actor = self._create(role, rank, count, gpus)
                 self._actors[actor.name] = actor
-        await self._each(self._actors.values(), self._introduce)
-        await self._each(self._actors.values(), lambda actor: actor.remote("build"))
+        await self._each(self._actors.values(), self._build, "the roles are built")
         for actor in self._actors.values():
             for other in self._actors.values():
                 if actor is not other:
                     await actor.remote("connect", other.name, other.handle)
         for roles in (("scheduler",), ("envpool",), ("rollout", "learner")):
-            await self._each((a for a in self._actors.values() if a.spec.role in roles), lambda actor: actor.remote("start"))
+            group = [actor for actor in self._actors.values() if actor.spec.role in roles]
+            await self._each(group, lambda actor: actor.remote("start"), f"{' and '.join(roles)} started")
         for actor in self._actors.values():
             self._watch(actor)
 
     def _create(self, role: str, rank: int, world: int, gpus: float) -> _Actor:
         rendezvous = ""
         if role == "learner" and world > 1:
-            rendezvous = self._rendezvous = getattr(self, "_rendezvous", "") or self._free_address()
+            rendezvous = self._rendezvous = self._rendezvous or self._free_address()
         spec = RoleSpec(
             role=role,
             rank=rank,
@@ -165,8 +167,10 @@ class Driver:
         interface = self._config.cluster.interface
         return f"{interface}:{free_port(interface, self._config.cluster.ports, 'the learner ranks')}"
 
-    async def _introduce(self, actor: _Actor) -> None:
+    async def _build(self, actor: _Actor) -> None:
         self._report.process(await actor.remote("pid"), actor.name, fatal=actor.fatal)
+        log.info("%s has a process", actor.name)
+        await actor.remote("build")
 
     def _say(self, line: str) -> None:
         print(line, file=self._job.console, flush=True)
@@ -174,14 +178,17 @@ class Driver:
     def _watch(self, actor: _Actor) -> None:
         self._ends[asyncio.create_task(actor.remote("run"))] = actor
 
-    async def _each(self, actors: Iterable[_Actor], do: Callable[[_Actor], Coroutine[Any, Any, Any]]) -> None:
-        """`do` for all at once; the first failure is raised at once, deaths before others."""
+    async def _each(self, actors: Iterable[_Actor], do: Callable[[_Actor], Coroutine[Any, Any, Any]], done_is: str = "") -> None:
+        """`do` for all at once; the first failure is raised at once, deaths before others. `done_is` goes to the log."""
+        began = asyncio.get_running_loop().time()
         tasks = [asyncio.create_task(do(actor)) for actor in actors]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failed = [task for task in done if task.exception() is not None]
             if failed:
                 raise await first_cause(failed, tasks)
+            if done_is:
+                log.info("%s after another %.1f s", done_is, asyncio.get_running_loop().time() - began)
         finally:
             for task in tasks:
                 task.cancel()
@@ -257,8 +264,7 @@ class Driver:
                     raise
 
     async def _bring_up(self, pool: _Actor) -> None:
-        await self._introduce(pool)
-        await pool.remote("build")
+        await self._build(pool)
         others = [actor for actor in self._actors.values() if actor.name != pool.name]
         for other in others:
             await pool.remote("connect", other.name, other.handle)

@@ -67,7 +67,7 @@ class _Watch:
         self._started = False
         self._stopping = False
         self._interrupted = 0
-        self._late = False
+        self._late = self._stuck = False
         self._signal = signal.SIGINT
         self._result: dict[str, Any] | None = None
         self._first_death: str | None = None
@@ -81,6 +81,7 @@ class _Watch:
             loop.add_signal_handler(number, self._on_signal, number)
         reader = asyncio.create_task(self._read_reports(reading))
         self._watch(self._driver.pid, "driver", fatal=True)
+        loop.call_later(self._config.cluster.start_seconds + GRACE_AFTER_DEATH, self._look_whether_started)
         await self._done.wait()
         await asyncio.wait([reader], timeout=2.0)  # the pipe ends with the driver and whoever inherited it
         reader.cancel()
@@ -158,6 +159,12 @@ class _Watch:
         self._driver.send_signal(signal.SIGINT)
         asyncio.get_running_loop().call_later(self._grace(), self._give_up)
 
+    def _look_whether_started(self) -> None:
+        """The driver has a deadline of its own; this is for one that is stuck, in Ray's start for instance."""
+        if not self._started and self._result is None:
+            self._stuck = True
+            self._kill_driver()
+
     def _grace(self) -> float:
         """How long a stop may take."""
         return self._config.cluster.stop_seconds + self._config.learner.batch_wait_seconds
@@ -178,11 +185,14 @@ class _Watch:
             if sentence := self._result["sentence"]:
                 raise RunFailed(self._result["part"], sentence) if self._result["exit"] == 1 else UserError(sentence)
             return int(self._result["exit"]) if self._result["exit"] != 130 else 128 + self._signal
+        log = self._run.log_of(f"{self._child}-0")
+        if self._stuck:
+            seconds = self._config.cluster.start_seconds
+            raise RunFailed("start", f"The run did not start within cluster.start_seconds = {seconds:g}: see {log}.")
         if self._late:
             raise RunFailed("driver", f"The run did not stop within {self._grace():g} s and was ended: see {self._run.logs}.")
         if self._interrupted:
             return 128 + self._signal
-        log = self._run.log_of(f"{self._child}-0")
         raise RunFailed("driver", f"The {self._child} died ({describe_exit(code)}) and the run with it: see {log}.")
 
 
