@@ -171,6 +171,20 @@ def test_members_begin_only_on_nodes_new_enough_for_their_group() -> None:
     assert len(behind.leases) == 1
 
 
+def test_the_place_of_a_fallen_group_is_given_to_any_node() -> None:
+    """Its own node waits for an update and takes nothing new; the other one has room and begins a group at once."""
+    world = opened(nodes=2, places=8, staleness__max_age=1, update__inflight="episode", update__rolling=0.5)
+    world.one_step()
+    world.publish()
+    closed = next(node for node in world.nodes.values() if node.update is not None)
+    other = next(node for node in world.nodes.values() if node is not closed)
+    elsewhere = {lease.grant.group for lease in other.leases.values()}
+    victim = next(lease for lease in closed.leases.values() if lease.grant.group not in elsewhere)
+    before = len(other.leases)
+    world.fail(closed, victim, "data")
+    assert len(other.leases) == before + 2
+
+
 def test_tasks_are_asked_for_once_and_the_wait_is_named() -> None:
     world = World(make_config(), auto_tasks=False)
     world.join("rollout-0")

@@ -103,6 +103,42 @@ def test_policy_drop_keeps_the_group_if_enough_members_are_young() -> None:
     assert len(plan.groups[0].members) == 3 and plan.over_age == 0
 
 
+def test_policy_drop_also_meets_tokens_that_are_over_age_when_they_are_sampled() -> None:
+    """The node was leased the group in time, did nothing for two steps, and then one member sampled under weights too old."""
+    world = World(make_config(batch__groups=1, staleness__max_age=1, staleness__over_age="drop"))
+    slow = world.join("rollout-0", 2)
+    world.update_all()
+    world.send(e.TrainingOpened(100))
+    fast = world.join("rollout-1", 2)
+    world.settle_updates()
+    fast_steps(world, fast, 2)
+    for lease, version in zip(list(slow.leases.values()), (0, 2), strict=True):
+        slow.version = version
+        world.delta(slow, lease, tokens=3, reward=float(lease.grant.episode % 2))
+        world.finish(slow, lease)
+    assert not any(g.group == 0 for plan in world.plans.values() for g in plan.groups)
+    assert sum(n for (reason, _), n in world.core.tables.episodes.dropped.items() if reason is DropReason.STALE) == 2
+
+
+def test_a_ready_group_that_loses_a_member_ships_once_and_without_it() -> None:
+    """Only a rollback can make a member of a ready group too old; the group must not become ready a second time."""
+    world = World(make_config(batch__groups=2, group__size=4, staleness__over_age="drop"))
+    node = world.join("rollout-0", 8)
+    world.update_all()
+    world.send(e.TrainingOpened(100))
+    first, second = ([lease for lease in node.leases.values() if lease.grant.group == g] for g in (0, 1))
+    for lease in first:
+        world.delta(node, lease, reward=float(lease.grant.member))
+        world.finish(node, lease)
+    core = world.core
+    core.groups.drop_member(core.groups.live[0].members[2], DropReason.STALE, world.now)
+    assert [group for group, _ in core.groups.ready] == [0]
+    for lease in second:
+        world.delta(node, lease, reward=float(lease.grant.member))
+        world.finish(node, lease)
+    assert [[m.member for m in g.members] for g in world.plans[0].groups] == [[0, 1, 3], [0, 1, 2, 3]]
+
+
 def test_evaluation_has_no_age() -> None:
     world, slow, fast = slow_and_fast(policy="drop")
     world.send(e.EvalStarted("slow", [task(9)], 0.0))

@@ -48,6 +48,10 @@ def test_f52_equal_nodes_take_turns() -> None:
         (node,) = [node for node in world.nodes.values() if node.leases]
         chosen.append(node.name)
         world.finish(node, next(iter(node.leases.values())))
+        if number % 2:
+            world.publish()  # nothing new: every node is asked nothing
+            for name in list(world.core.tables.nodes.by_name):
+                world.core.tables.nodes.touch(world.core.tables.nodes.by_name[name])
     assert chosen == 2 * [f"rollout-{index}" for index in range(4)], "no node is favoured by its place in a list"
 
 
@@ -148,6 +152,8 @@ def test_f51_f59_an_episode_that_its_node_forgot_does_not_stay_leased_for_ever()
         world.finish(node, next(lease for lease in node.leases.values() if lease is not kept))
     assert node.leases[lost.grant.episode].grant.attempt == 2
     assert node.leases[kept.grant.episode] is kept
+    world.rest(limit + 10.0)
+    assert world.tally("attempts_failed", "infra", "no_progress") == 3, "the others are watched on, however late they fell silent"
 
 
 def test_a_new_session_ends_the_old_one_and_an_old_one_is_refused() -> None:

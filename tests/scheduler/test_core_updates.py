@@ -135,6 +135,16 @@ def test_a_member_that_loaded_before_the_transfer_broke_need_not_take_part_again
     assert members(world) == ["rollout-1"]
 
 
+def test_a_broken_process_group_is_never_used_again() -> None:
+    world = world_of(2)
+    world.publish()
+    before = world.sending
+    world.sent(ok=False, missing=[])
+    after = world.sending
+    assert before is not None and after is not None
+    assert after.members == before.members and after.group != before.group
+
+
 def test_f35_a_node_that_misses_the_deadline_is_fenced_and_the_update_goes_on() -> None:
     world = world_of(2, update__deadline_seconds=10.0)
     world.update_all()

@@ -283,6 +283,23 @@ def test_orders_that_an_exchange_acknowledged_are_not_sent_again(tmp_path: Path)
     run(course)
 
 
+def test_orders_of_an_old_session_are_void_in_a_new_one(tmp_path: Path) -> None:
+    async def course() -> None:
+        world, hand = await ready(tmp_path)
+        hand.deaf = True
+        await hand.say(*(port.Fail(lease.episode, lease.attempt, "data", "broken") for lease in hand.leases()[:2]))
+        assert world.shell.exchanges.link("rollout-0").waiting
+        before = len(hand.orders)
+        hand.session, hand.number, hand.seen, hand.deaf = 2, 0, 0, False
+        await hand.join()
+        await asyncio.sleep(2.0)
+        fresh = hand.orders[before:]
+        assert [type(order).__name__ for order in fresh] == ["BeginUpdate"], "weights first, and no lease of the old session"
+        await world.stop()
+
+    run(course)
+
+
 # --- batches and events -----------------------------------------------------------------------------------------------
 
 
