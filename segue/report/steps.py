@@ -15,6 +15,7 @@ Every key that holds a wall-clock duration or moment ends in `seconds`; without 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def without_seconds(line: Mapping[str, Any]) -> dict[str, Any]:
 def number(line: Mapping[str, Any], key: str) -> float | None:
     """A statistic of a line; None if it is absent or was not a finite number."""
     value = line.get(key)
-    return None if value is None else float(value)
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def total(lines: Iterable[Mapping[str, Any]], key: str) -> float:

@@ -299,3 +299,9 @@ def test_what_is_no_run_or_no_summary_is_one_sentence(tmp_path: Path) -> None:
         run.summary.write_text(content)
         with pytest.raises(UserError, match=r"summary.json .*remove it to see the figures of the steps"):
             read_report(run.path)
+
+
+def test_a_figure_that_is_no_number_shows_as_a_dash() -> None:
+    line = {"step": 0, "logprob_gap_max": float("nan"), "loss": 0.5}
+    text = step_text(line, 10)
+    assert "nan" not in text and "gap       –" in text and "loss   0.5000" in text
