@@ -18,10 +18,10 @@ import psutil
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(yes: bool = True) -> None:
     """Descendants whose parents die become children of this process, so that none can escape `end_family`."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 

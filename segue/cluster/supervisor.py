@@ -220,4 +220,6 @@ def _environment(report_fd: int, scratch: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
+    # Ray would start one worker process after another, because we give it no CPUs to count.
+    environment.setdefault("RAY_worker_maximum_startup_concurrency", str(os.cpu_count() or 1))
     return environment

@@ -1,7 +1,7 @@
 """Runs a `segue` command as a user would, and watches it: its lines, its processes, its end, and what it leaves behind.
 
 Every wait is for an event (a line, an exit) and has a deadline; when it passes, the test fails and shows the tails of all logs.
-The processes of a command are known by a mark in their environment, which all descendants inherit, Ray's daemons included.
+This process adopts the orphans of what it runs, so that a process of a command cannot hide behind the death of its parent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -26,10 +25,10 @@ from typing import IO, Any, NoReturn
 import psutil
 import pytest
 
+from segue.cluster.processes import adopt_orphans
 from segue.rundir import RunDir, read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "SEGUE_TEST_MARK"
 START_SECONDS = 240.0
 """From the command to its first step, with much else going on on two cores (idle: some 20 s)."""
 END_SECONDS = 60.0
@@ -50,23 +49,26 @@ class Command:
         preexec: Callable[[], None] | None = None,
     ) -> None:
         self.arguments = [str(argument) for argument in arguments]
-        self.mark = uuid.uuid4().hex
         self.out: list[str] = []
         self.err: list[str] = []
         self._changed = threading.Condition()
         self.began = time.monotonic()
+        self._known: set[psutil.Process] = set()
+        self._before = set(psutil.Process().children())
+        adopt_orphans()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "segue.cli", *self.arguments],
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=os.environ | {MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(env or {}),
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(env or {}),
             start_new_session=True,
             preexec_fn=preexec,
             text=True,
         )
         self.pid = self._process.pid
+        _RUNNING.add(self.pid)
         assert self._process.stdout is not None and self._process.stderr is not None
         streams = ((self._process.stdout, self.out), (self._process.stderr, self.err))
         self._readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in streams]
@@ -130,13 +132,17 @@ class Command:
         self._process.send_signal(number)
 
     def family(self) -> list[psutil.Process]:
-        """All living processes that descend from the command, itself included."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        """All living processes that descend from the command, itself included, and those seen before that still live.
+
+        Orphans that this process has adopted belong to the command that looks for them.
+        """
+        roots = [child for child in psutil.Process().children() if child not in self._before]
+        for root in roots:
+            if root.pid == self.pid or root.pid not in _RUNNING:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._known |= {root, *root.children(recursive=True)}
+        self._known = {process for process in self._known if _lives(process)}
+        return sorted(self._known, key=lambda process: process.pid)
 
     def pid_of(self, name: str, within: float = 0.0) -> int:
         """One process of the family by its process name (`gcs_server`) or a word of its command line (`segue.cluster.driver`).
@@ -219,6 +225,26 @@ class Command:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(family, timeout=5.0)
+        _RUNNING.discard(self.pid)
+        if not _RUNNING:
+            adopt_orphans(False)
+
+
+_RUNNING: set[int] = set()
+"""The commands under watch."""
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Not dead; adopted dead are buried."""
+    try:
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return process.is_running()
+    except psutil.NoSuchProcess:
+        return False
+    if process.pid not in _RUNNING:  # those are waited for by their `Popen`
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process.pid, os.WNOHANG)
+    return False
 
 
 def segue(*arguments: object, within: float = START_SECONDS, **options: Any) -> Command:
