@@ -348,6 +348,8 @@ class EmbeddedEngine:
         self._steps_waited = 0
         plan = self._policy.admit(self._waiting, self._version)
         assert plan.placements
+        for displaced in plan.displaced:  # it may come back on KV of another version, and a chunk has one
+            displaced.flush()
         placed = {id(p.sequence) for p in plan.placements}
         self._waiting = [s for s in self._waiting if id(s) not in placed] + plan.displaced
         self._batch = None

@@ -188,6 +188,23 @@ async def test_a_displaced_request_is_recomputed_under_the_weights_of_the_day(fo
     close(got.logprobs[n:], reference_logprobs(model_of(1), prompt(2, 9) + got.tokens, 9 + n))
 
 
+async def test_tokens_sampled_on_kept_kv_are_told_apart_from_those_after_the_kv_was_lost(folder: str) -> None:
+    """Displaced in the middle of a chunk: what it had sampled goes out with the lineage it was sampled on."""
+    engine = await started(folder, slots=1, chunk_tokens=16)
+    young = Consumer(engine, ask(prompt(2, 9), max_tokens=60, seed=2, priority=5, episode=2))
+    await young.got.at_least(16)
+    await load(engine, 1, epoch=2, mode=PauseMode.FREEZE)
+    before = engine.counts().decode_tokens
+    while (sampled := engine.counts().decode_tokens - before) % 16 < 4:  # noqa: ASYNC110 — every turn of the loop is a step
+        await asyncio.sleep(0)
+    await run(engine, ask(prompt(3, 9), max_tokens=5, seed=3, priority=1, episode=3, lineage=1))
+    got = await young.task
+    old = got.kv_versions.count(0)
+    assert got.versions.count(0) + sampled <= old < 60 and got.kv_versions == [0] * old + [1] * (60 - old)
+    assert [a.lost for a in got.admissions] == ["", "preemption"]
+    close(got.logprobs[old:], reference_logprobs(model_of(1), prompt(2, 9) + got.tokens, 9 + old))
+
+
 async def test_more_episodes_than_slots_lose_their_kv_and_know_why(folder: str) -> None:
     engine = await started(folder, slots=2)
     contexts = {e: prompt(e, 20 + e) for e in range(4)}
