@@ -64,9 +64,11 @@ class CarryOut:
     def __call__(self, commands: Sequence[c.Command], now: float) -> list[Thunk]:
         """Carry out commands in their order."""
         after: list[Thunk] = []
-        for command in commands:
-            if type(command) is c.NeedTasks:
-                after += self._shell.feed_tasks(command.count, now)
+        todo = list(reversed(commands))
+        while todo:
+            command = todo.pop()
+            if type(command) is c.NeedTasks:  # not by recursion: a large max_age opens many batches of groups in a row
+                todo.extend(reversed(self._shell.draw_tasks(command.count, now)))
                 continue
             thunk = self._kinds[type(command)](command)
             if thunk is not None:

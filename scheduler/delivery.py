@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from scheduler.core.commands import BatchPlan
@@ -23,16 +24,18 @@ class Delivery:
         self._compute = compute
         self.plans: dict[int, BatchPlan] = {}
         self._encoded: tuple[int, dict[int, int], bytes] | None = None
+        self._encoding = asyncio.Lock()
 
     async def encoded(self, step: int) -> bytes:
         """The encoded `BatchReply` of a step. Reading and encoding may take long, so they run off the loop."""
         plan = self.plans[step]
         steps = self._steps_of(plan.versions)
-        if self._encoded is None or self._encoded[:2] != (step, steps):
-            readers = {m.episode: self._queue.reader(m.episode) for group in plan.groups for m in group.members}
-            body = await self._compute.run(lambda: self._encode(plan, steps, readers), cost=0.0)
-            self._encoded = (step, steps, body)
-        return self._encoded[2]
+        async with self._encoding:  # the other ranks ask at the same time, and want the same bytes
+            if self._encoded is None or self._encoded[:2] != (step, steps):
+                readers = {m.episode: self._queue.reader(m.episode) for group in plan.groups for m in group.members}
+                body = await self._compute.run(lambda: self._encode(plan, steps, readers), cost=0.0)
+                self._encoded = (step, steps, body)
+            return self._encoded[2]
 
     def _encode(self, plan: BatchPlan, steps: dict[int, int], readers: dict[int, Callable[[], list[bytes]]]) -> bytes:
         groups = [

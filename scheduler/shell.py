@@ -222,9 +222,9 @@ class SchedulerShell:
             after = self._carry_out(self.core.tick(now), now)
         await self.settle("tick", now, after, b"")
 
-    def feed_tasks(self, count: int, now: float) -> list[Callable[[], None]]:
-        """Take tasks from the stream for the core; part of the commit that needed them."""
-        return self.take(e.TasksArrived(self._stream.take(count)), now)[1]
+    def draw_tasks(self, count: int, now: float) -> Sequence[Command]:
+        """Give the core tasks from the stream; what it wants done then is part of the commit that needed them."""
+        return self.core.handle(e.TasksArrived(self._stream.take(count)), now)
 
     def _idle(self) -> None:
         self.clock.enter(self.core.waits_for())

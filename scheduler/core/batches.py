@@ -41,6 +41,7 @@ class Batches:
         self._prefetch = config.data.prefetch
         self._max_age = config.staleness.max_age
         self._policy = config.staleness.over_age
+        self._masked = frozenset(config.learner.mask_outcomes)
         self._picked: list[Group] = []
         self.kept: dict[int, Kept] = {}
         self._oldest: list[tuple[int, int, Episode]] = []  # (step of its first token, id): only for the policy "drop"
@@ -54,12 +55,15 @@ class Batches:
             self._t.meter.operations += 1 + len(self._oldest).bit_length()
 
     def ages(self, group: Group, step: int) -> tuple[int, int]:
-        """(trainable, over-age) sampled tokens of the group's valid members in a batch of `step`."""
+        """(trainable, over-age) sampled tokens of the group's members in a batch of `step`.
+
+        Members with an outcome that the learner keeps out of the loss have neither.
+        """
         step_of, limit = self._t.versions.step, self._max_age
         trainable = over = 0
         self._t.meter.operations += len(group.members)
         for member in group.members:
-            if member.state is QUEUED:
+            if member.state is QUEUED and member.finish is not None and member.finish.outcome not in self._masked:
                 for version, count in zip(member.versions, member.counts, strict=True):
                     if step - step_of(version) <= limit:
                         trainable += count

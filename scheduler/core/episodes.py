@@ -12,7 +12,6 @@ from segue.trajectory import NO_VERSION
 if TYPE_CHECKING:
     from scheduler.core.nodes import Node
 
-WAITING_STATES = (State.PENDING, State.PARKED)
 STATES = tuple(State)
 
 
@@ -69,7 +68,8 @@ class Episode:
 
     `versions` and `counts` say how many tokens were sampled under which version, ascending. `failures` counts failed attempts by
     class, `stamp` marks the place in the waiting heaps (0: in none), `seconds` is the wall time of attempts that ended; while it
-    is `resting` after a failed attempt it waits for nothing but time.
+    is `resting` after a failed attempt it waits for nothing but time. The log ends inside an action while it is `partial`;
+    `interrupted` says that its request was counted as paused and has not gone on.
     """
 
     __slots__ = (
@@ -80,6 +80,7 @@ class Episode:
         "group",
         "home",
         "id",
+        "interrupted",
         "lease_seq",
         "leased_at",
         "left",
@@ -87,6 +88,7 @@ class Episode:
         "next_seq",
         "node",
         "parking",
+        "partial",
         "progress_at",
         "resting",
         "reward",
@@ -120,6 +122,8 @@ class Episode:
         self.stamp = 0
         self.parking = False
         self.resting = False
+        self.partial = False
+        self.interrupted = False
 
     @property
     def last_version(self) -> int:

@@ -16,11 +16,14 @@ from scheduler.core.tables import Tables
 from segue.episode import DropReason, FailureClass, Purpose, State, Task
 
 REISSUES = 2
-"""How often a task whose group was lost to the machinery is issued again before it is set aside like one that fails by itself."""
+"""How often in a row a task whose group was lost to the machinery is issued again before it is set aside like one that fails by
+itself."""
 MOVES = ("node_lost", "fenced")
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 30.0
 """Before the first further attempt of a kind, and at most. With three retries and two further issues a task outlives an outage of
 about 40 seconds."""
+CHECKSUM = "checksum"
+"""The node's record of an episode is not the log that was accepted from it: what it sampled on is not what would be trained."""
 MAX_REASONS = 64
 """Reasons come from nodes; beyond so many different ones they are counted together."""
 LEASED, PENDING = State.LEASED, State.PENDING
@@ -65,6 +68,9 @@ class Failures:
         if failure is FailureClass.ENV and used == self._budget[failure] and episode.lease_seq == episode.next_seq > 0:
             # The last retry, and the attempt did not get past the restore: its saved state may be what is broken.
             self._from_scratch(episode, reason)
+        elif reason == CHECKSUM:
+            self._from_scratch(episode, reason)
+        self._count_interruption(episode)
         episode.left = reason if reason in MOVES else "failed"
         t.episodes.move(episode, PENDING)
         if reason in MOVES or episode.lease_seq < episode.next_seq:
@@ -86,6 +92,12 @@ class Failures:
         self._t.waiting.push(episode)
         self._t.unplaced.append(episode)
 
+    def _count_interruption(self, episode: Episode) -> None:
+        """The lost attempt ended inside an action and did not say so: the next one goes on with it, and counts as `resumed`."""
+        if episode.partial and not episode.interrupted and episode.group.purpose is Purpose.TRAIN:
+            self._t.tally.count("paused", "migration")
+        episode.interrupted = episode.partial
+
     def _known(self, reason: str) -> str:
         if len(self._reasons) < MAX_REASONS:
             self._reasons.add(reason)
@@ -94,11 +106,12 @@ class Failures:
     def _from_scratch(self, episode: Episode, reason: str) -> None:
         """Discard the log: short episodes survive this more often than long ones, so it is the last resort and counted."""
         t = self._t
-        t.tally.count("regenerated", reason)
+        t.tally.count("regenerated", self._known(reason))
         t.tally.count("tokens_discarded", by=episode.sampled)
         t.out.append(Forget(episode.id))
         episode.next_seq = episode.lease_seq = 0
         episode.turn = -1
+        episode.partial = False
         episode.reward = 0.0
         episode.seconds = 0.0
         episode.versions, episode.counts = [], []
@@ -112,6 +125,12 @@ class Failures:
         self._groups.member_gone(episode, DropReason.GROUP_FAILED, now)
         if not group.open:
             self._group_failed(group, failure, reason)
+        elif group.complete:
+            self.outlived(group)
+
+    def outlived(self, group: Group) -> None:
+        """The group came to its end: what its task's groups suffered before was chance, and does not add up over epochs."""
+        self.strikes.pop(group.task.id, None)
 
     def _group_failed(self, group: Group, failure: FailureClass, reason: str) -> None:
         """Too few members are left: the task is issued again, or set aside."""

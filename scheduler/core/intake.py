@@ -68,6 +68,7 @@ class Intake:
             return (Refuse(head.episode, head.attempt),)
         episode.next_seq += 1
         episode.progress_at = now
+        episode.partial = not (head.record or head.pending_action)
         if head.record:
             episode.turn = head.turn
             episode.reward += head.reward
@@ -128,6 +129,8 @@ class Intake:
         t.tally.count("finished", env, event.outcome)
         t.observations.append(("segue_episode_duration_seconds", env, event.seconds))
         self._groups.member_finished(episode, now)
+        if episode.group.complete:
+            self._failures.outlived(episode.group)
 
     def fail(self, event: Fail, now: float) -> None:
         """The attempt failed."""
@@ -167,12 +170,14 @@ class Intake:
         if event.reason not in PAUSE_REASONS:
             self._t.tally.count("refused", "unexpected")
         elif episode is not None and episode.group.purpose is Purpose.TRAIN:
+            episode.interrupted = True
             self._t.tally.count("paused", event.reason)
 
     def resumed(self, event: Resumed, now: float) -> None:
         """Counted."""
         episode = self._current(event.episode, event.attempt)
         if episode is not None and episode.group.purpose is Purpose.TRAIN:
+            episode.interrupted = False
             self._t.tally.count("resumed")
 
     # --- inside ---------------------------------------------------------------------------------------------------------

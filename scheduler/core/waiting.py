@@ -40,6 +40,7 @@ class Waiting:
         self._meter.operations += 2 + len(heap).bit_length()
         home = group.home
         if home is not None and home.serving and episode.next_seq == 0:
+            self._clean(home.mates)  # nobody else does on a node that never has to look for mates: it would grow for ever
             heapq.heappush(home.mates, entry)
             self._meter.operations += 1 + len(home.mates).bit_length()
 

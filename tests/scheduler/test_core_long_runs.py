@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from core_world import ModelLease, ModelNode, World, make_config
 
 from scheduler.core import events as e
@@ -25,14 +24,9 @@ def sample_part(world: World, node: ModelNode, lease: ModelLease, complete: bool
     world.send(head)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_what_waits_for_its_group_is_forgotten_when_it_waits_no_more(nodes: int) -> None:
+def test_what_waits_for_its_group_is_forgotten_when_it_waits_no_more() -> None:
     """Members that wait are also noted at their group's node, which never looks there while nobody else's group is in line."""
-    world = World(make_config(batch__groups=2, group__size=8, staleness__max_age=1))
-    for index in range(nodes):
-        world.join(f"rollout-{index}", 4)
-    world.update_all()
-    world.send(e.TrainingOpened(1000))
+    world, _ = one_node(4, batch__groups=2, group__size=8, staleness__max_age=1)
     noted = []
     for _ in range(12):
         world.one_step()
