@@ -3,7 +3,7 @@
 consumes       `TAKE_BATCH` replies
 produces       prepared batches, in order
 waits for      the scheduler (each question), the next batch (at most `learner.batch_wait_seconds` while the learner has nothing
-               to train)
+               to train, counted from when training was opened: the evaluation before it has a deadline of its own)
 unblocked by   a batch, the word that there will be none, `stop`, or the deadline, which ends the run with the producers' state
 on cancel      nothing is lost: the scheduler keeps batches until they are committed
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from learner.batches import BatchRefused, PreparedBatch
 from learner.pipeline import BatchPipeline
-from segue.clock import Compute
+from segue.clock import Compute, now
 from segue.config import Config
 from segue.errors import RunFailed, WireError
 from segue.metrics import Metrics
@@ -45,11 +45,13 @@ class BatchFeed:
         self._pipeline = BatchPipeline(config, rank, world, prefetch, pin)
         self._arrived: asyncio.Queue[int | str | Exception] = asyncio.Queue()
         self._stopped = asyncio.Event()
+        self._closed_until = float("-inf")  # as far as is known, training is not opened before
         self._closed = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self, first: int) -> None:
         """Begin to ask for batches."""
+        self._closed_until = now() + LONG_POLL_SECONDS  # before the first answer nothing is known
         self._task = asyncio.get_running_loop().create_task(self._ask_for_all(first), name="learner batch feed")
 
     def stop(self) -> None:
@@ -73,9 +75,10 @@ class BatchFeed:
         """True once the batch of `step` is here, False if there will be none. Raises `RunFailed` at the deadline or on errors."""
         get = asyncio.ensure_future(self._arrived.get())
         stopped = asyncio.ensure_future(self._stopped.wait())
-        limit = self._config.learner.batch_wait_seconds
+        limit, began = self._config.learner.batch_wait_seconds, now()
         try:
-            await asyncio.wait({get, stopped}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            while not (get.done() or stopped.done()) and (left := max(began, self._closed_until) + limit - now()) > 0.0:
+                await asyncio.wait({get, stopped}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if self._stopped.is_set():
                 return False
             if not get.done():
@@ -126,6 +129,7 @@ class BatchFeed:
             if reply.stop:
                 self._arrived.put_nowait(reply.stop)
                 return False
+            self._closed_until = float("-inf") if reply.opened else now() + LONG_POLL_SECONDS
         return False
 
     async def _producers(self) -> str:

@@ -312,7 +312,7 @@ class SchedulerShell:
                 raise ValueError(f"the batch of step {request.step} is committed and gone")
             await self._until(lambda: request.step in plans or bool(self.stopped), request.wait)
             if self.stopped or request.step not in plans:
-                return wire.encode(port.BatchReply(None, self.stopped))
+                return wire.encode(port.BatchReply(None, self.stopped, opened=self.core.progress.steps > 0))
             await self.commit("take_batch", [e.BatchTaken(request.step)])
             return await self.delivery.encoded(request.step)
         except Exception as error:

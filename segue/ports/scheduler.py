@@ -314,10 +314,14 @@ class TakeBatch(Message, frozen=True):
 
 
 class BatchReply(Message, frozen=True):
-    """`batch` is None when none was ready in time (ask again), `stop` tells that there will be none."""
+    """`batch` is None when none was ready in time (ask again), `stop` tells that there will be none.
+
+    `opened` is False as long as training has not been opened (an evaluation comes first, and has a deadline of its own).
+    """
 
     batch: Batch | None
     stop: str = ""
+    opened: bool = True
 
 
 class TrainedReport(Message, frozen=True):

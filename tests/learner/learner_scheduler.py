@@ -52,6 +52,7 @@ class HandedOut:
         self.reports: list[TrainedReport] = []
         self.transfers: list[TransferResult] = []
         self.stop = ""
+        self.opened_at = 0.0
         self.trained = 0
         self.versions = 0
         self.time_outs: dict[str, int] = {}
@@ -92,12 +93,15 @@ class HandedOut:
                 return BatchReply(batch)
             left = deadline - asyncio.get_running_loop().time()
             if left < 1e-6:  # what rounding leaves of the deadline is no time to wait
-                return BatchReply(None)
+                return self._none_yet()
             self._moved.clear()
             try:
                 await asyncio.wait_for(self._moved.wait(), left)
             except TimeoutError:
-                return BatchReply(None)
+                return self._none_yet()
+
+    def _none_yet(self) -> BatchReply:
+        return BatchReply(None, opened=asyncio.get_running_loop().time() >= self.opened_at)
 
     async def _trained(self, report: TrainedReport) -> TrainedReply:
         self.heard.append(("trained", report.step))

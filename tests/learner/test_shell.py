@@ -222,6 +222,23 @@ def test_the_deadline_counts_waiting_and_not_training(tmp_path: Path, model: Pat
     assert len(on_logical_loop(work).scheduler.reports) == 2
 
 
+@pytest.mark.parametrize("limit", [3.0, 300.0])
+def test_an_evaluation_before_training_is_no_wait_for_a_batch(tmp_path: Path, model: Path, limit: float) -> None:
+    """It has a deadline of its own, eval.deadline_seconds, which may be longer."""
+
+    async def work() -> tuple[RunFailed, float]:
+        config = learner_config(steps=2, learner={"batch_wait_seconds": limit})
+        learner = Learner(tmp_path, model, lambda step: None, config)
+        learner.scheduler.opened_at = 5000.0
+        with pytest.raises(RunFailed) as error:
+            await learner.run()
+        return error.value, asyncio.get_running_loop().time()
+
+    failure, ended = on_logical_loop(work)
+    assert f"waited {limit:g} s for the batch of step 0" in failure.sentence
+    assert 5000.0 <= ended <= 5000.0 + limit + 30.0
+
+
 def test_a_dead_scheduler_ends_the_run(tmp_path: Path, model: Path) -> None:
     def die(learner: Learner) -> None:
         def lose(step: int) -> None:

@@ -35,6 +35,19 @@ def test_any_number_of_batches_of_groups_may_begin_in_one_commit(tmp_path: Path)
     run(course)
 
 
+def test_a_learner_that_waits_is_told_whether_training_was_opened(tmp_path: Path) -> None:
+    async def course() -> None:
+        world = ShellWorld(tmp_path, nodes=0)
+        await world.shell.start()
+        take = port.TakeBatch(0, 0, 1.0)
+        assert not (await ask(world.driver, port.TAKE_BATCH, take, 10.0)).opened
+        await ask(world.driver, port.OPEN_TRAINING, port.OpenTraining(1), 10.0)
+        assert (await ask(world.driver, port.TAKE_BATCH, take, 10.0)).opened
+        await world.shell.stop()
+
+    run(course)
+
+
 def test_ranks_that_ask_at_once_get_one_encoding(tmp_path: Path) -> None:
     async def course() -> None:
         world = ShellWorld(tmp_path)
