@@ -17,7 +17,7 @@ from segue.clock import Compute, now
 from segue.metrics.registry import Metrics
 from segue.metrics.states import ActivityClock
 from segue.ports.scheduler import Transfer, TransferResult
-from segue.ports.weights import Manifest, TransferFailed
+from segue.ports.weights import Manifest, Probe, TransferFailed
 from weightsync.buckets import checksum
 from weightsync.gauges import Gauges
 from weightsync.manifest import Layout, ManifestMismatch, check_manifest, payload_bytes, with_checksums
@@ -111,10 +111,10 @@ class LocalSender:
         self._gauges = Gauges(metrics, clock)
         self._turns = SenderTurns()
 
-    def publish(self, step: int, named: Mapping[str, torch.Tensor]) -> Manifest:
+    def publish(self, step: int, named: Mapping[str, torch.Tensor], probe: Probe | None = None) -> Manifest:
         """Copy the full weights of `step` aside."""
         with self._gauges.gathering():
-            return self.shelf.put(step, named).manifest
+            return self.shelf.put(step, named, probe).manifest
 
     async def send(self, transfer: Transfer) -> TransferResult:
         """Hand the weights of `transfer.step` to its members; never raises for a member, and returns by the deadline."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from segue.ports.weights import Manifest, TensorSpec
+from segue.ports.weights import Manifest, Probe, TensorSpec
 from segue.trajectory import NO_VERSION
 
 FULL = "full"
@@ -107,7 +107,7 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[list[int]]:
     return buckets
 
 
-def build_manifest(model: str, step: int, what: Layout, bucket_bytes: int) -> Manifest:
+def build_manifest(model: str, step: int, what: Layout, bucket_bytes: int, probe: Probe | None = None) -> Manifest:
     """The manifest of the full weights of `step`; its checksums are added once the bytes are known (`with_checksums`)."""
     buckets = plan(what.tensors, bucket_bytes)
     return Manifest(
@@ -119,6 +119,7 @@ def build_manifest(model: str, step: int, what: Layout, bucket_bytes: int) -> Ma
         buckets=buckets,
         checksums=[],
         aliases=what.aliases,
+        probe=probe,
     )
 
 
@@ -168,6 +169,11 @@ def _check_plan(manifest: Manifest) -> None:
         raise ManifestMismatch("the manifest ties a name to a tensor that it does not list")
     if [index for bucket in manifest.buckets for index in bucket] != list(range(len(names))) or not all(manifest.buckets):
         raise ManifestMismatch("the buckets of the manifest do not hold each of its tensors once, in order")
+    probe = manifest.probe
+    if probe is not None and not 1 <= len(probe.logprobs) == len(probe.tokens) - 1:
+        raise ManifestMismatch(
+            f"the manifest's probe has {len(probe.tokens)} tokens and {len(probe.logprobs)} log-probabilities, not one fewer"
+        )
     for spec in manifest.tensors:
         torch_dtype(spec.dtype)
         if any(size < 0 for size in spec.shape):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from segue.metrics.registry import Metrics
 from segue.metrics.states import ActivityClock
 from segue.ports.scheduler import Transfer, TransferResult
-from segue.ports.weights import Manifest
+from segue.ports.weights import Manifest, Probe
 from weightsync.crew import Abandoned, Crew
 from weightsync.gauges import Gauges
 from weightsync.group import Groups, check_backend
@@ -74,13 +74,13 @@ class TorchSender:
         )
         self._turns = SenderTurns()
 
-    def publish(self, step: int, named: Mapping[str, torch.Tensor]) -> Manifest:
+    def publish(self, step: int, named: Mapping[str, torch.Tensor], probe: Probe | None = None) -> Manifest:
         """Copy the full weights of `step` aside; returns when the caller may change them. Called by the training thread.
 
         `named` are full tensors on any device (gathered, where the model is sharded), tied ones under all their names or one.
         """
         with self._gauges.gathering():
-            return self.shelf.put(step, named).manifest
+            return self.shelf.put(step, named, probe).manifest
 
     async def send(self, transfer: Transfer) -> TransferResult:
         """Broadcast the weights of `transfer.step` to its members. Never raises for a member; returns by the deadline.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from segue.ports.weights import Manifest
+from segue.ports.weights import Manifest, Probe
 from weightsync.buckets import checksum, new_buckets, pack
 from weightsync.manifest import bucket_offsets, build_manifest, layout, payload_bytes
 
@@ -55,10 +55,10 @@ class Shelf:
         self._kept: list[Kept] = []  # oldest first
         self._spare: list[torch.Tensor] = []
 
-    def put(self, step: int, named: Mapping[str, torch.Tensor]) -> Kept:
+    def put(self, step: int, named: Mapping[str, torch.Tensor], probe: Probe | None = None) -> Kept:
         """Copy the weights of `step` aside. Publishing a step again (after a rollback) replaces it."""
         started = time.perf_counter()
-        manifest = build_manifest(self._model, step, layout(named, self._dtype), self._bucket_bytes)
+        manifest = build_manifest(self._model, step, layout(named, self._dtype), self._bucket_bytes, probe)
         buckets = self._buffers(manifest)
         pack(manifest, named, buckets)
         kept = Kept(manifest, buckets, time.perf_counter() - started)

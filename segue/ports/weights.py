@@ -19,12 +19,23 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
 
 
+class Probe(msgspec.Struct, frozen=True, array_like=True):
+    """What the published weights make of a fixed sequence, as the learner computes it: an engine that runs them says the same.
+
+    tokens    n ≥ 2 token ids
+    logprobs  n − 1 log-probabilities (nats, temperature 1), of each of `tokens[1:]` given all before it
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
 class Manifest(Message, frozen=True):
     """What is sent: `what` is "full" (later: adapter, delta, with `base`), tensors in sending order, and a checksum.
 
     `buckets` are lists of indices into `tensors`; `checksums` has one CRC-32 per bucket, and is empty until they are known (the
     sender computes them while it sends; staged weights have them). `aliases` maps each tied name to the name in `tensors`
-    under which its tensor is sent, once.
+    under which its tensor is sent, once. `probe` is what the node checks after every load; None if `weightsync.probe_tokens` = 0.
     """
 
     what: str
@@ -35,6 +46,7 @@ class Manifest(Message, frozen=True):
     buckets: list[list[int]]
     checksums: list[int]
     aliases: dict[str, str] = {}
+    probe: Probe | None = None
 
 
 class StagedWeights(Protocol):
@@ -54,8 +66,11 @@ class WeightSender(Protocol):
 
     address: str
 
-    def publish(self, step: int, named: dict[str, torch.Tensor]) -> Manifest:
-        """Copy the weights aside (the only part the training thread waits for); they stay until the next publish is sent."""
+    def publish(self, step: int, named: dict[str, torch.Tensor], probe: Probe | None = None) -> Manifest:
+        """Copy the weights aside (the only part the training thread waits for); they stay until the next publish is sent.
+
+        `probe` is what these weights make of the run's probe; it goes into the manifest.
+        """
         ...
 
     async def send(self, transfer: Transfer) -> TransferResult:

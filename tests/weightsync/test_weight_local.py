@@ -10,7 +10,7 @@ from weightsync_support import GENEROUS, Gauged, assert_weights, transfer_to, we
 
 from segue.clock import LogicalCompute, LogicalLoop, now
 from segue.ports.scheduler import TransferResult
-from segue.ports.weights import TransferFailed, WeightReceiver, WeightSender
+from segue.ports.weights import Probe, TransferFailed, WeightReceiver, WeightSender
 from weightsync.local import LocalHub, LocalReceiver, LocalSender, local_pair
 from weightsync.manifest import layout
 from weightsync.staged import Staged
@@ -61,11 +61,13 @@ def test_everybody_gets_buffers_of_its_own_after_the_transfers_time() -> None:
         fleet = Fleet("n0", "n1", expected=weights(0))
         held = []
         for step in range(3):
-            fleet.sender.publish(step, weights(step))
+            probe = Probe([5, 0, 7], [-0.1 - step, -1e-9])
+            fleet.sender.publish(step, weights(step), probe)
             began = now()
             result, ends = await fleet.run(["n0", "n1"], number=step, step=step)
             assert now() - began == pytest.approx(COST)
             assert result.ok and result.transfer_seconds == pytest.approx(COST) and result.bytes > 0
+            assert all(isinstance(end, Staged) and end.manifest.probe == probe for end in ends.values())
             held.append(ends)
         for step, ends in enumerate(held):
             first, second = ends["n0"], ends["n1"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segue import wire
-from segue.ports.weights import Manifest, TensorSpec
+from segue.ports.weights import Manifest, Probe, TensorSpec
 from weightsync.manifest import (
     ALIGNMENT,
     Layout,
@@ -178,6 +178,9 @@ def test_another_model_is_refused_by_name() -> None:
         {"tensors": [TensorSpec(n, [-1], "float32") for n in "abc"]},
         {"aliases": {"head": "nowhere"}},
         {"aliases": {"b": "a.0.w"}},
+        {"probe": Probe([1, 2, 3], [-1.0])},
+        {"probe": Probe([1], [])},
+        {"probe": Probe([], [])},
     ],
 )
 def test_an_inconsistent_manifest_is_refused(damage: dict[str, object]) -> None:

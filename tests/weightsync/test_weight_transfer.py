@@ -21,7 +21,7 @@ from weightsync_support import (
 
 from segue.errors import UserError
 from segue.ports.scheduler import TransferResult
-from segue.ports.weights import TransferFailed, WeightReceiver, WeightSender
+from segue.ports.weights import Probe, TransferFailed, WeightReceiver, WeightSender
 from weightsync import group
 from weightsync.crew import Deadline
 from weightsync.manifest import layout, payload_bytes
@@ -122,6 +122,20 @@ def _count_builds(monkeypatch: pytest.MonkeyPatch, seen: Callable[[int], None]) 
         return real(store, rank, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(group, "_gloo", counting)
+
+
+async def test_the_probe_of_the_version_that_is_sent_arrives_with_it(fleet: Fleet) -> None:
+    fleet.add("n0", weights(0))
+    probes = {step: Probe([5, 0, 7], [-0.1 - step, -1e-9]) for step in range(2)}
+    for step, probe in probes.items():
+        fleet.sender.publish(step, weights(step), probe)
+    for step, probe in probes.items():
+        result, ends = await fleet.run(["n0"], number=step, step=step)
+        assert_all(result, ends, step)
+        assert isinstance(end := ends["n0"], Staged) and end.manifest.probe == probe
+    fleet.sender.publish(2, weights(2))
+    _, ends = await fleet.run(["n0"], number=2, step=2)
+    assert isinstance(end := ends["n0"], Staged) and end.manifest.probe is None
 
 
 async def test_metrics_and_states_of_both_ends(fleet: Fleet) -> None:
