@@ -22,7 +22,7 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rollout.embedded.requests import check_request
+from rollout.embedded.requests import check_request, check_scored
 from rollout.embedded.runner import DecodeBatch, Runner
 from rollout.embedded.sequence import Sequence
 from rollout.embedded.slots import KEEP_STEPS, SlotPolicy
@@ -96,7 +96,7 @@ class EmbeddedEngine:
         self._resumed = 0
         self._mode = PauseMode.ABORT
         self._paused = False
-        self._loading = False
+        self._controlled = False
         self._ending: list[Sequence] = []
         self.stale_controls = 0
         """Pauses and resumes that came too late and were ignored."""
@@ -107,8 +107,8 @@ class EmbeddedEngine:
         self._idle.set()
         self._dead: EngineDead | None = None
 
-        self._prefill_tokens = self._cached_tokens = self._decode_tokens = 0
-        self._prefill_seconds = self._decode_seconds = self._load_seconds = 0.0
+        self._prefill_tokens = self._cached_tokens = self._decode_tokens = self._scored_tokens = 0
+        self._prefill_seconds = self._decode_seconds = self._control_seconds = 0.0
 
     @property
     def version(self) -> int:
@@ -263,7 +263,7 @@ class EmbeddedEngine:
         if epoch < self._epoch or epoch <= self._resumed:
             self.stale_controls += 1
             return
-        assert not self._loading, "resumed while weights were being loaded"
+        assert not self._controlled, "resumed while weights were being loaded or sequences scored"
         self._epoch = self._resumed = epoch
         self._paused = False
         if self._version == NO_VERSION:
@@ -273,12 +273,12 @@ class EmbeddedEngine:
 
     async def load(self, version: int, weights: StagedWeights) -> None:
         runner = self._check()
-        assert self._paused and self._idle.is_set() and not self._loading, "weights are loaded while the engine is paused"
+        assert self._paused and self._idle.is_set() and not self._controlled, "weights are loaded while the engine is paused"
         if version < 0 or version < self._version:
             raise ValueError(
                 f"Weights of version {version} come after those of version {self._version}: version ids are never reused."
             )
-        self._loading = True
+        self._controlled = True
         try:
             started = now()
             bindings = await self._watched.run(lambda: bind(runner.model, weights), 0.0)
@@ -292,12 +292,30 @@ class EmbeddedEngine:
                     raise
                 raise self._death() from error
         finally:
-            self._loading = False
+            self._controlled = False
             self._watched.rest()
-        self._load_seconds += now() - started
+        self._control_seconds += now() - started
         if version != self._version:
             self._version = version
             self._policy.loaded(kept=self._mode == PauseMode.FREEZE)
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        runner = self._check()
+        assert self._paused and self._idle.is_set() and not self._controlled, "sequences are scored while the engine is paused"
+        if self._version == NO_VERSION:
+            raise UserError(f"A sequence to score {_TOO_EARLY}")
+        check_scored(tokens, self._max_tokens, runner.vocabulary)
+        self._controlled = True
+        started = now()
+        try:
+            cost = len(tokens) // 2 * self._prefill_cost + self._decode_cost
+            logprobs: list[float] = await self._watched.run(lambda: runner.score(tokens), cost)
+        finally:
+            self._controlled = False
+            self._watched.rest()
+        self._control_seconds += now() - started
+        self._scored_tokens += len(tokens)
+        return logprobs
 
     # --- stepping ---------------------------------------------------------------------------------------------------
 
@@ -412,9 +430,10 @@ class EmbeddedEngine:
             decode_tokens=self._decode_tokens,
             prefill_seconds=self._prefill_seconds,
             decode_seconds=self._decode_seconds,
-            busy_seconds=self._prefill_seconds + self._decode_seconds + self._load_seconds,
+            busy_seconds=self._prefill_seconds + self._decode_seconds + self._control_seconds,
             running=len(self._policy.running()),
             waiting=len(self._waiting),
             preemptions=self._policy.preemptions,
             evictions=self._policy.evictions,
+            scored_tokens=self._scored_tokens,
         )

@@ -29,3 +29,17 @@ def check_request(request: GenerateRequest, max_tokens: int, vocabulary: int, st
         raise UserError(f"{who} has stop strings, but the model folder has no tokenizer: add one, or use stop tokens.")
     if not all(request.stop_strings):
         raise UserError(f"{who} has an empty stop string: leave it out.")
+
+
+def check_scored(tokens: list[int], max_tokens: int, vocabulary: int) -> None:
+    """Raises `UserError` for a sequence that cannot be scored."""
+    if not 2 <= len(tokens) <= max_tokens:
+        raise UserError(
+            f"A sequence of {len(tokens)} tokens cannot be scored: it needs at least 2, and a slot holds {max_tokens} "
+            "(rollout.max_tokens)."
+        )
+    if min(tokens) < 0 or max(tokens) >= vocabulary:
+        raise UserError(
+            f"A sequence to score has token ids outside of the model's vocabulary of {vocabulary}: "
+            "use one model folder for all roles."
+        )

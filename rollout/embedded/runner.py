@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rollout.embedded.cache import SLOTS, SlotCache, Step, running
-from rollout.embedded.sampler import sample
+from rollout.embedded.sampler import log_probabilities, sample
 from rollout.embedded.sequence import Sequence
 from rollout.embedded.slots import Placement
 from rollout.embedded.weights import Bindings
@@ -18,6 +18,8 @@ PREFILL_TOKENS = 1024
 longer contexts go in pieces, so that no mask grows with their square."""
 PADDING_TOKENS = 64
 """A row that would add more padding than this to a prefill pass starts another: a pass costs about as much."""
+SCORE_ROWS = 64
+"""Positions that one pass scores: more would only hold more logits at a time."""
 
 
 class DecodeBatch:
@@ -64,7 +66,8 @@ class Runner:
         self.vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._device = device
         self._trash = max_tokens
-        self.cache = SlotCache(model.config.get_text_config(decoder=True), slots, max_tokens)
+        self._text_config = model.config.get_text_config(decoder=True)
+        self.cache = SlotCache(self._text_config, slots, max_tokens)
 
     def batch(self, rows: list[Sequence | None]) -> DecodeBatch:
         return DecodeBatch(rows, self._trash, self._device)
@@ -73,13 +76,18 @@ class Runner:
     def decode(self, batch: DecodeBatch, noise: torch.Tensor) -> tuple[list[int], list[float], int]:
         """One token for each row: tokens, log-probabilities (nats), and the version of the weights that gave them."""
         step = Step(batch.slots, batch.positions, batch.columns, batch.length, first=0)
-        with running(step):
-            logits = self.model(
-                input_ids=batch.ids, position_ids=batch.positions, past_key_values=self.cache, use_cache=True
-            ).logits[:, -1]
+        logits = self._logits(step, batch.ids, batch.positions, self.cache)
         tokens, logprobs = sample(logits, batch.temperature, batch.greedy, noise)
         batch.advance(tokens)
         return tokens.tolist(), logprobs.tolist(), self.version
+
+    def _logits(self, step: Step, ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
+        """Logits [N, V] after one more token of each row."""
+        with running(step):
+            logits: torch.Tensor = self.model(
+                input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True
+            ).logits[:, -1]
+        return logits
 
     @torch.inference_mode()
     def admit(self, placements: list[Placement]) -> None:
@@ -92,8 +100,9 @@ class Runner:
             self.prefill([(p.slot.row, p.cached, p.prefill) for p in here])
 
     @torch.inference_mode()
-    def prefill(self, parts: list[tuple[int, int, list[int]]]) -> None:
-        """Compute the KV of (row, first position, token ids), in as few passes as padding allows."""
+    def prefill(self, parts: list[tuple[int, int, list[int]]], cache: SlotCache | None = None) -> None:
+        """Compute the KV of (row, first position, token ids), in as few passes as padding allows, in the slots or in `cache`."""
+        cache = self.cache if cache is None else cache
         parts = [part for part in parts if part[2]]
         while parts:
             heads = [(row, start, ids[:PREFILL_TOKENS]) for row, start, ids in parts]
@@ -109,16 +118,16 @@ class Runner:
                     if padding > PADDING_TOKENS:
                         break
                     size += 1
-                self._pass(sorted(heads[:size]), width)
+                self._pass(sorted(heads[:size]), width, cache)
                 heads = heads[size:]
 
-    def _pass(self, parts: list[tuple[int, int, list[int]]], width: int) -> None:
+    def _pass(self, parts: list[tuple[int, int, list[int]]], width: int, cache: SlotCache) -> None:
         ids, positions, columns = [], [], []
         for _, start, tokens in parts:
             n, pad = len(tokens), width - len(tokens)
             ids.append(tokens + [0] * pad)
             positions.append([*range(start, start + n), *[0] * pad])
-            columns.append([*range(start, start + n), *[self._trash] * pad])
+            columns.append([*range(start, start + n), *[cache.max_tokens] * pad])
         rows = [row for row, _, _ in parts]
         place = torch.tensor(positions, device=self._device)
         step = Step(
@@ -132,9 +141,32 @@ class Runner:
             self.model.base_model(
                 input_ids=torch.tensor(ids, device=self._device),
                 position_ids=place,
-                past_key_values=self.cache,
+                past_key_values=cache,
                 use_cache=True,
             )
+
+    @torch.inference_mode()
+    def score(self, tokens: list[int]) -> list[float]:
+        """Log-probabilities of `tokens[1:]`, each given all before it, at temperature 1, in a cache of its own.
+
+        By the passes that requests take: half of the context is prefilled, then decode passes feed every position as a row. Those
+        of the prefilled half read what prefill has stored; the others store their own key and value, as decoding does.
+        """
+        context, scored = tokens[:-1], []
+        half = len(context) // 2
+        cache = SlotCache(self._text_config, 1, len(context))
+        self.prefill([(0, 0, context[:half])], cache)
+        for start in range(0, len(context), SCORE_ROWS):
+            end = min(start + SCORE_ROWS, len(context))
+            ids, targets = (
+                torch.tensor(part, device=self._device)[:, None] for part in (tokens[start:end], tokens[start + 1 : end + 1])
+            )
+            at = torch.arange(start, end, device=self._device)[:, None]
+            columns = torch.where(at < half, cache.max_tokens, at)
+            step = Step(torch.zeros_like(at[:, 0]), at, columns, end, first=None)
+            scored.append(log_probabilities(self._logits(step, ids, at, cache)).gather(1, targets)[:, 0])
+        result: list[float] = torch.cat(scored).tolist()
+        return result
 
     @torch.inference_mode()
     def move(self, moves: list[tuple[int, int, int]]) -> None:
@@ -168,8 +200,7 @@ class Runner:
             at = torch.tensor([[end - 1] for end in ends], device=self._device)
             ids = torch.tensor([[text[end - 1]] for text, end in zip(texts, ends, strict=True)], device=self._device)
             step = Step(torch.arange(len(texts), device=self._device), at, at, max(ends), first=0)
-            with running(step):
-                through = self.model(input_ids=ids, position_ids=at, past_key_values=self.cache, use_cache=True).logits[:, -1]
+            through = self._logits(step, ids, at, self.cache)
             for row, (text, end) in enumerate(zip(texts, ends, strict=True)):
                 gap = torch.log_softmax(through[row].double(), -1) - torch.log_softmax(self._plain(text[:end]).double(), -1)
                 worst = max(worst, float(gap.abs().mean()))

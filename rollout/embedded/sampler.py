@@ -35,6 +35,13 @@ def uniforms(seed: int, offset: int, count: int) -> list[float]:
     return result
 
 
+def log_probabilities(logits: torch.Tensor, temperature: torch.Tensor | None = None) -> torch.Tensor:
+    """log softmax(logits / temperature) [N, V] in float32 at least, in nats; None: temperature 1."""
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    return torch.log_softmax(logits if temperature is None else logits / temperature, dim=-1)
+
+
 def sample(
     logits: torch.Tensor, temperature: torch.Tensor | None, greedy: torch.Tensor | None, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,11 +53,7 @@ def sample(
     uniform      [N] float64 in (0, 1)
     Returns tokens [N] int64 and log-probabilities [N], in nats.
     """
-    if logits.dtype not in (torch.float32, torch.float64):
-        logits = logits.float()
-    if temperature is not None:
-        logits = logits / temperature
-    logprobs = torch.log_softmax(logits, dim=-1)
+    logprobs = log_probabilities(logits, temperature)
     # float64, because over a large vocabulary float32 sums lose the tail
     cdf = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
     # the first index whose sum exceeds the target has a probability above 0 by construction

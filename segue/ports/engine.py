@@ -95,7 +95,10 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class EngineCounts(msgspec.Struct, frozen=True):
-    """Totals since start. `prefill_tokens` is the engine's own count of context tokens it computed outside decoding."""
+    """Totals since start. `prefill_tokens` is the engine's own count of context tokens it computed outside decoding.
+
+    `scored_tokens` are those that `score` was asked about; they are in none of the other token counts.
+    """
 
     prefill_tokens: int
     cached_tokens: int
@@ -107,6 +110,7 @@ class EngineCounts(msgspec.Struct, frozen=True):
     waiting: int
     preemptions: int
     evictions: int
+    scored_tokens: int = 0
 
 
 class EngineDead(Exception):
@@ -140,6 +144,15 @@ class Engine(Protocol):
         """Swap weights while paused. KV of older versions is not read again except by requests of that lineage.
 
         Raises `ValueError` before anything changes when names or shapes do not fit.
+        """
+        ...
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        """Log-probabilities (nats, temperature 1) of each of `tokens[1:]` given all before it, under the weights in the engine.
+
+        Computed as requests are: by the engine's own prefill, attention and decoding, on fresh KV that nothing else reads. KV of
+        requests is not touched. Only while paused, once weights were loaded. Raises `ValueError` for a sequence that the engine
+        cannot hold, or of fewer than 2 tokens.
         """
         ...
 

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
+import msgspec
 import pytest
 from engine_models import prompt, reference_kept, reference_logprobs
 
@@ -497,6 +498,70 @@ class EngineContract:
             got = await early.task
         assert set(got.versions) == {4} and engine.version == 4
         close(got.logprobs, reference_logprobs(harness.reference(4), prompt(111, 5) + got.tokens, 5))
+
+    # --- scoring ----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("tied", [False, True])
+    async def test_a_sequence_is_scored_under_the_weights_now_loaded(self, harness: Harness, tied: bool) -> None:
+        """F37, F41: after every load, while paused, although there is older KV of the very same tokens."""
+        engine = await harness.engine(tied=tied)
+        tokens = prompt(150, 64)
+        await run(engine, ask(tokens, episode=1))
+        for version in range(1, 4):
+            epoch = harness.epoch()
+            await engine.pause(PauseMode.ABORT if version % 2 else PauseMode.FREEZE, epoch)
+            await engine.load(version, harness.staged(version, tied))
+            for scored in (tokens, tokens[:2], tokens[:3], tokens + prompt(151, 36)):
+                close(await engine.score(scored), reference_logprobs(harness.reference(version, tied), scored, 1))
+            await engine.resume(epoch)
+
+    async def test_scoring_changes_nothing_for_requests_and_their_counts(self, harness: Harness) -> None:
+        """F88: frozen requests, more than slots, go on with the KV they had; what was scored is counted apart."""
+        engine = await harness.engine(slots=2)
+        consumers = [Consumer(engine, ask(prompt(152 + i, 9 + i), max_tokens=40, episode=i, seed=i)) for i in range(3)]
+        idle = await run(engine, ask(prompt(156, 20), episode=9, priority=-1, max_tokens=4))
+        async with asyncio.timeout(DEADLINE):
+            await consumers[0].got.at_least(3)
+            epoch = harness.epoch()
+            await engine.pause(PauseMode.FREEZE, epoch)
+            before = engine.counts()
+            lengths = (64, 100, 9)
+            for i, length in enumerate(lengths):  # the last one is a context whose KV is there
+                tokens = prompt(152 if length == 9 else 160 + i, length)
+                close(await engine.score(tokens), reference_logprobs(harness.reference(0), tokens, 1))
+            after = engine.counts()
+            assert after.scored_tokens - before.scored_tokens == sum(lengths)
+            apart = {"scored_tokens": before.scored_tokens, "busy_seconds": before.busy_seconds}
+            assert msgspec.structs.replace(after, **apart) == before
+            await engine.resume(epoch)
+            for consumer in consumers:
+                await consumer.task
+        for consumer in consumers:
+            assert consumer.got.finish == FinishReason.LENGTH
+            context = consumer.request.tokens
+            whole = context + consumer.got.tokens
+            close(consumer.got.logprobs, reference_logprobs(harness.reference(0), whole, len(context)))
+        admissions = [a for got in (idle, *[c.got for c in consumers]) for a in got.admissions]
+        assert sum(a.prefilled for a in admissions) == engine.counts().prefill_tokens
+
+    async def test_what_cannot_be_scored_is_refused(self, harness: Harness) -> None:
+        """No token has a log-probability without one before it; and before the first load there is nothing to score with."""
+        empty = await harness.engine(version=None)
+        await empty.pause(PauseMode.ABORT, harness.epoch())
+        with pytest.raises(ValueError, match="weights"):
+            await empty.score([1, 2])
+        engine = await harness.engine()
+        epoch = harness.epoch()
+        await engine.pause(PauseMode.ABORT, epoch)
+        for tokens in ([], [1], [1, 10**9], [-1, 1], [1] * 100_000):
+            with pytest.raises(ValueError, match="token"):
+                await engine.score(tokens)
+        assert engine.counts().scored_tokens == 0
+        await engine.resume(epoch)
+        assert (await run(engine, ask(prompt(170, 9)))).finish == FinishReason.LENGTH
+        await engine.stop()
+        with pytest.raises(EngineDead):
+            await engine.score([1, 2])
 
     # --- what cannot be served, and the end -------------------------------------------------------------------------
 

@@ -414,6 +414,26 @@ async def test_weights_are_loaded_only_while_paused(folder: str) -> None:
         await engine.load(1, Staged(1, named(model_of(1))))
 
 
+async def test_sequences_are_scored_only_while_paused(folder: str) -> None:
+    engine = await started(folder)
+    with pytest.raises(AssertionError, match="paused"):
+        await engine.score([1, 2])
+
+
+async def test_nothing_resumes_an_engine_that_scores(folder: str) -> None:
+    compute = SlowCompute()
+    engine = await started(folder, compute)
+    await engine.pause(PauseMode.ABORT, 2)
+    compute.held.clear()
+    scoring = asyncio.ensure_future(engine.score(prompt(1, 9)))
+    await asyncio.sleep(0)
+    with pytest.raises(AssertionError, match="scored"):
+        await engine.resume(2)
+    compute.held.set()
+    close(await scoring, reference_logprobs(model_of(0), prompt(1, 9), 1))
+    await engine.resume(2)
+
+
 async def test_weights_that_are_no_numbers_kill_the_engine(folder: str) -> None:
     """F34: better dead than a log-probability that is none."""
     engine = await started(folder)
@@ -501,6 +521,21 @@ def test_a_step_past_its_deadline_kills_the_engine(folder: str) -> None:
     assert 29.0 <= logically(scene()) <= 31.0
 
 
+def test_a_score_past_its_deadline_kills_the_engine(folder: str) -> None:
+    async def scene() -> None:
+        compute = StuckCompute()
+        engine = await started(folder, compute, step_seconds=30.0)
+        await engine.pause(PauseMode.ABORT, 2)
+        compute.stuck = True
+        scoring = asyncio.ensure_future(engine.score([1, 2]))
+        await asyncio.sleep(31.0)
+        with pytest.raises(EngineDead, match="longer than 30 s"):
+            await engine.resume(2)
+        scoring.cancel()
+
+    logically(scene())
+
+
 def test_logical_seconds_are_those_of_the_costs(folder: str) -> None:
     """Serial mode: a step costs `decode_cost`, a prefilled token its own; an idle engine arms no timer."""
 
@@ -510,11 +545,14 @@ def test_logical_seconds_are_those_of_the_costs(folder: str) -> None:
         await run(engine, ask(prompt(1, 9), max_tokens=6))
         took = now() - begun
         await asyncio.sleep(1000.0)
+        await engine.pause(PauseMode.ABORT, 2)
+        await engine.score(prompt(2, 9))
         return took, engine.counts()
 
     took, counts = logically(scene())
     assert took == 8 * 0.25 + 6 * 0.5
-    assert (counts.prefill_seconds, counts.decode_seconds, counts.busy_seconds) == (2.0, 3.0, 5.0)
+    score = 4 * 0.25 + 0.5  # half of its context is prefilled, and one pass scores all
+    assert (counts.prefill_seconds, counts.decode_seconds, counts.busy_seconds) == (2.0, 3.0, 5.0 + score)
 
 
 def test_two_logical_runs_are_equal(folder: str) -> None:

@@ -110,6 +110,20 @@ def test_slots_compute_what_a_plain_forward_pass_does(kind: str) -> None:
     assert worst_gap(kind, RUN[kind], torch.float32) < 5e-5
 
 
+@pytest.mark.parametrize("kind", RUN)
+def test_and_so_does_scoring_which_leaves_the_slots_as_they_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = on_slots(tiny(3, kind, **RUN[kind]), 2)
+    runner.prefill([(row, 0, prompt(90 + row, 40)) for row in range(2)])
+    stored = [(layer.keys.clone(), layer.values.clone()) for layer in runner.cache.layers]
+    for rows in (64, 7):  # in one pass and in several
+        monkeypatch.setattr("rollout.embedded.runner.SCORE_ROWS", rows)
+        tokens = prompt(5, 40)
+        expected = reference_logprobs(tiny(3, kind, **RUN[kind]), tokens, 1)
+        assert runner.score(tokens) == pytest.approx(expected, abs=5e-5, rel=0)
+    for layer, (keys, values) in zip(runner.cache.layers, stored, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_and_in_double_precision_to_the_last_digits(kind: str) -> None:
     assert worst_gap(kind, RUN[kind], torch.float64) < 1e-14
