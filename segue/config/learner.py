@@ -114,3 +114,9 @@ class WeightSyncConfig(Section):
     """Weights are sent in buckets of about this size."""
     deadline_seconds: float = Field(30.0, gt=0.0)
     """A transfer that takes longer is abandoned and repeated with those that answered."""
+    probe_tokens: int = Field(64, ge=0)
+    """Tokens of the probe that every engine must score as the learner does before it serves new weights; 0: no probe. At most
+    `rollout.max_tokens`."""
+    probe_tolerance: float | None = Field(None, gt=0.0)
+    """Greatest difference of a log-probability, in nats; left out: 0.001, or 0.1 where rollout.dtype or learner.dtype is float16,
+    1.0 where one is bfloat16, which is their rounding."""

@@ -61,6 +61,7 @@ def sentence(*overrides: str) -> str:
         (["learner.clip_low=1.0"], ["learner.clip_low = 1.0", "less than 1"]),
         (["group.size=1"], ["group.size = 1", "learner.advantage = 'grpo'", "set group.size to 2 or more"]),
         (["group.size=1", "learner.advantage=rloo"], ["group.size = 1", "'rloo'", "set group.size to 2 or more"]),
+        (["weightsync.probe_tokens=1"], ["weightsync.probe_tokens = 1", "set it to 2 or more, or to 0"]),
         (["group.size=4", "group.min_valid=5"], ["group.min_valid = 5", "group.size = 4", "lower it"]),
         (["queue.groups=79"], ["queue.groups = 79", "staleness.max_age = 4", "batch.groups = 16", "80", "raise queue.groups"]),
         (["staleness.max_age=0", "data.prefetch=1"], ["data.prefetch = 1", "staleness.max_age = 0", "set data.prefetch to 0"]),
@@ -162,6 +163,23 @@ def test_defaults_that_depend_on_other_keys(overrides: list[str], age: int, pref
     made = config(*overrides)
     found = (made.staleness.max_age, made.data.prefetch, made.queue.groups, made.update.inflight)
     assert found == (age, prefetch, groups, inflight)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "tolerance"),
+    [
+        ([], 64, 1e-3),
+        (["rollout.dtype=float16"], 64, 0.1),
+        (["rollout.dtype=bfloat16"], 64, 1.0),
+        (["learner.dtype=bfloat16", "rollout.dtype=float16"], 64, 1.0),
+        (["rollout.dtype=bfloat16", "weightsync.probe_tolerance=0.25"], 64, 0.25),
+        (["weightsync.probe_tokens=0"], 0, 1e-3),
+        (["rollout.max_tokens=50", "rollout.max_turn_tokens=8", "weightsync.probe_tokens=100"], 50, 1e-3),
+    ],
+)
+def test_the_probe_fits_a_slot_and_allows_for_the_coarser_precision(overrides: list[str], tokens: int, tolerance: float) -> None:
+    made = config(*overrides)
+    assert (made.weightsync.probe_tokens, made.weightsync.probe_tolerance) == (tokens, tolerance)
 
 
 @pytest.mark.parametrize(
