@@ -326,7 +326,7 @@ _WEIGHTS = (
         "seconds",
         ("weightsync",),
         CALL_SECONDS,
-        "Duration of each phase of a weight update; sender: gather, transfer; receiver: stage, drain, pause, load, resume.",
+        "Duration of each phase of an update; sender: gather, transfer; receiver: stage, drain, pause (load + probe + resume).",
         Label("phase", words.SYNC_PHASES),
     ),
     _gauge(
@@ -340,9 +340,16 @@ _WEIGHTS = (
         "segue_weight_sync_failures_total",
         "transfers",
         ("weightsync",),
-        "Transfers that did not complete, by where they stopped.",
+        "Transfers and loads that did not complete, by where they stopped; probe: the engine did not run what was published.",
         Label("phase", words.SYNC_PHASES),
     ),
+    _gauge(
+        "segue_weight_probe_gap_nats",
+        "nats",
+        ("rollout",),
+        "Largest |learner − engine| log-probability of the probe after the last load; 0 before the first.",
+    ),
+    _gauge("segue_weight_probe_gap_max_nats", "nats", ("rollout",), "The largest of these since the process started."),
     _gauge("segue_policy_version", "versions", ("learner", "rollout"), "Newest version published (learner) or loaded (rollout)."),
     _gauge(
         "segue_policy_update_timestamp_seconds",

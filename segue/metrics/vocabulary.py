@@ -55,7 +55,7 @@ QUEUES: dict[str, tuple[str, ...]] = {
 """scheduler: episodes waiting for a lease, finished groups waiting for a batch, batches not yet committed. rollout: requests
 waiting for an engine slot, events waiting for an exchange. envpool: calls waiting for a worker. learner: batches prepared."""
 
-SYNC_PHASES = ("gather", "transfer", "stage", "drain", "pause", "load", "resume")
+SYNC_PHASES = ("gather", "transfer", "stage", "drain", "pause", "load", "probe", "resume")
 LEARNER_PHASES = ("wait_batch", "prepare", "proximal", "forward_backward", "optimizer", "publish", "checkpoint")
 MASK_REASONS = ("age", "ratio")
 ENV_FAILURE_REASONS = ("error", "timeout", "worker_died", "worker_killed", "restore", "seed", "capacity", "unknown", "refused")
