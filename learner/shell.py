@@ -24,6 +24,7 @@ from learner.batches import PreparedBatch
 from learner.checkpoints import model_folder, open_checkpoint, read_tokenizer, write_checkpoint
 from learner.feed import BatchFeed, scheduler_failed
 from learner.model import POLICY, full_tensors, load_model, shard
+from learner.probe import draw_probe, score_probe, vocabulary_of
 from learner.reports import TrajectorySamples, record_step
 from learner.state import gather_state, restore_state
 from learner.trainer import NotFinite, StepStats, Trainer
@@ -108,6 +109,7 @@ class LearnerShell:
         self._prefetch = prefetch
         self._samples: TrajectorySamples | None = None
         self._tokenizer: dict[str, bytes] = {}
+        self._probe: list[int] = []
         self._scheduler: Peer | None = None
         self._trainer: Trainer | None = None
         self._feed: BatchFeed | None = None
@@ -270,8 +272,9 @@ class LearnerShell:
         self._metrics.observe("segue_learner_step_seconds", now() - began, phase="publish")
 
     def _gather(self, trainer: Trainer) -> bytes | None:
+        probe = score_probe(trainer.policy, self._probe) if self._probe else None
         tensors = full_tensors(trainer.policy, keep=self._sender is not None)
-        return None if self._sender is None else wire.encode(self._sender.publish(trainer.step, tensors))
+        return None if self._sender is None else wire.encode(self._sender.publish(trainer.step, tensors, probe))
 
     async def _send_weights(self, request: SendWeights) -> Done:
         """Start a transfer; its outcome is reported by a call of its own. A repeated request is the same transfer."""
@@ -316,8 +319,12 @@ class LearnerShell:
         model = load_model(self._model_path, config.learner.logprob_chunk_tokens, device)
         if self.world > 1 or config.learner.dtype != "float32":
             shard(model, config.learner.dtype)
+        tokenizer = read_tokenizer(self._model_path)
+        if config.weightsync.probe_tokens:
+            vocabulary, special = vocabulary_of(model, tokenizer)
+            self._probe = draw_probe(vocabulary, special, config.weightsync.probe_tokens, config.seed)
         if self.rank == 0:
-            self._tokenizer = read_tokenizer(self._model_path)
+            self._tokenizer = tokenizer
             self._samples = TrajectorySamples(self._run_dir, self._tokenizer, config.seed, config.rollout.keep_trajectories)
         trainer = Trainer({POLICY: model}, config, self.world)
         if checkpoint is not None:

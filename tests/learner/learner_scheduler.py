@@ -38,7 +38,7 @@ from segue.ports.scheduler import (
     Transfer,
     TransferResult,
 )
-from segue.ports.weights import Manifest
+from segue.ports.weights import Manifest, Probe
 
 T = TypeVar("T")
 
@@ -137,13 +137,15 @@ class Kept:
 
     def __init__(self) -> None:
         self.published: dict[int, dict[str, torch.Tensor]] = {}
+        self.probes: dict[int, Probe | None] = {}
         self.sent: list[Transfer] = []
         self.go = asyncio.Event()
         self.closed = False
 
-    def publish(self, step: int, named: dict[str, torch.Tensor]) -> Manifest:
+    def publish(self, step: int, named: dict[str, torch.Tensor], probe: Probe | None = None) -> Manifest:
+        self.probes[step] = probe
         self.published[step] = {name: tensor.clone() for name, tensor in named.items()}
-        return Manifest("full", "policy", 0, step, [], [], [])
+        return Manifest("full", "policy", 0, step, [], [], [], probe=probe)
 
     async def send(self, transfer: Transfer) -> TransferResult:
         self.sent.append(transfer)

@@ -10,14 +10,29 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 from learner_data import learner_config, random_batch
 from learner_scheduler import HandedOut, Kept
+from transformers import AutoModelForCausalLM
 
 from learner.shell import LearnerShell
 from segue.errors import RunFailed
 from segue.metrics import Metrics, StateClock
 from segue.metrics.vocabulary import STATES
 from segue.ports.scheduler import Batch
+
+
+def check_probes(sender: Kept, folder: str) -> None:
+    """Each version's probe is what its published tensors, whole, make of it: however many ranks it was scored and gathered on."""
+    assert len(sender.probes) > 1
+    for step, probe in sender.probes.items():
+        assert probe is not None
+        lm = AutoModelForCausalLM.from_pretrained(folder).eval()
+        lm.load_state_dict(sender.published[step])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(lm(torch.tensor([probe.tokens]), use_cache=False).logits[0, :-1], -1)
+        expected = logprobs.gather(1, torch.tensor(probe.tokens[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(probe.logprobs), expected, atol=1e-4, rtol=0, msg=f"probe of step {step}")
 
 
 async def main(rank: int, world: int, port: int, model: str, run_dir: Path, plan: str) -> str:
@@ -44,6 +59,8 @@ async def main(rank: int, world: int, port: int, model: str, run_dir: Path, plan
     await shell.start()
     await shell.run()
     await shell.stop()
+    if sender is not None:
+        check_probes(sender, model)
     return f"version {shell.version}"
 
 
