@@ -107,6 +107,7 @@ class NodeShell:
             sync_metrics=sync_metrics,
             clock=sync_clock,
             activity=activity,
+            probe_tolerance=config.weightsync.probe_tolerance if config.weightsync.probe_tokens else None,
             emit=self._emit,
             spawn=self._tasks.spawn,
         )

@@ -8,7 +8,8 @@ on cancel      staged weights are discarded; once the engine is paused, an updat
 
 Weights are staged while the engine generates. One update at a time: a newer order takes the place of one that has not paused
 the engine yet, and follows one that has. Whatever fails before the weights change leaves the old ones serving; what fails after
-that is fatal and ends the node, because a half-loaded engine must not answer.
+that is fatal and ends the node, because a half-loaded engine must not answer. Nor does one answer that has not proved what it
+runs: inside the pause, after the load, it scores the manifest's probe, and must say what the learner said.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from rollout.gate import Gate, Level
+from rollout.probe import check_gap, largest_gap
 from segue.clock import now
 from segue.metrics import ActivityClock, Metrics, StateClock
 from segue.ports.engine import Engine, EngineDead, PauseMode
@@ -29,6 +31,8 @@ from segue.trajectory import NO_VERSION
 if TYPE_CHECKING:
     from segue.ports.weights import StagedWeights, WeightReceiver
 
+IN_WORDS = {"pause": "become idle", "load": "load", "probe": "score the probe", "resume": "resume"}
+"""What an engine that is late in a phase of the swap did not do."""
 DRAIN_LEVEL = {"turn": Level.TURNS, "episode": Level.LEASES}
 
 log = logging.getLogger(__name__)
@@ -43,7 +47,10 @@ class NotLoaded(Exception):
 
 
 class Updater:
-    """See the module. `metrics` are the rollout node's, `sync_metrics` and `clock` those of its weightsync target."""
+    """See the module. `metrics` are the rollout node's, `sync_metrics` and `clock` those of its weightsync target.
+
+    `probe_tolerance` (nats) is how far an engine may be from the learner's probe; None: there are no probes.
+    """
 
     def __init__(
         self,
@@ -56,6 +63,7 @@ class Updater:
         sync_metrics: Metrics,
         clock: StateClock,
         activity: ActivityClock,
+        probe_tolerance: float | None,
         emit: Callable[[NodeEvent, bool], None],
         spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
@@ -67,6 +75,8 @@ class Updater:
         self._sync = sync_metrics
         self._clock = clock
         self._activity = activity
+        self._tolerance = probe_tolerance
+        self._largest_gap = 0.0
         self._emit = emit
         self._spawn = spawn
         self._epoch = 0
@@ -75,6 +85,7 @@ class Updater:
         self._worker: asyncio.Task[None] | None = None
         self._current: asyncio.Task[None] | None = None
         self._paused = False
+        self._phase = "stage"
         clock.enter("wait_version")
         activity.begin("wait_weights")  # until the first weights are loaded
 
@@ -123,6 +134,7 @@ class Updater:
 
     async def _run(self, order: BeginUpdate) -> None:
         version = order.transfer.version
+        self._phase = "stage"
         try:
             loaded = await self._update_to(order)
         except NotLoaded as error:
@@ -134,6 +146,7 @@ class Updater:
             self._reopen()
             raise
         except Exception as error:  # the gate stays closed: nothing may be asked of this engine any more
+            self._sync.add("segue_weight_sync_failures_total", phase=self._phase)
             self._say(order, LoadFailed(order.update, version, str(error), True))
             raise EngineDead(f"version {version} could not be loaded: {error}") from error
         else:
@@ -189,6 +202,8 @@ class Updater:
             self._sync.set("segue_weight_sync_started_timestamp_seconds", 0.0)
         if staged.version != transfer.version:
             raise NotLoaded("stage", f"version {staged.version} arrived where {transfer.version} was announced")
+        if self._tolerance is not None and staged.manifest.probe is None:
+            raise NotLoaded("probe", f"version {transfer.version} came without a probe, which weightsync.probe_tokens asks for")
         return staged
 
     async def _drain(self, order: BeginUpdate, deadline: float) -> None:
@@ -204,7 +219,7 @@ class Updater:
             log.info("update %d: %d requests still run after the drain", order.update, self._gate.running)
 
     async def _swap(self, order: BeginUpdate, staged: StagedWeights, began: float) -> tuple[float, float]:
-        """Pause, load, resume. Returns (seconds until the engine was idle, seconds from then until it could go on).
+        """Pause, load, probe, resume. Returns (seconds until the engine was idle, seconds from then until it could go on).
 
         From here on nothing cancels the update: `begin`, `abandon` and `stop` leave a paused engine to it.
         """
@@ -215,30 +230,46 @@ class Updater:
         self._paused = True
         if not first:
             self._activity.begin("wait_weights")
-        doing = "become idle"
+        self._phase = "pause"
         try:
             async with asyncio.timeout(order.deadline_seconds):
                 await engine.pause(PauseMode.FREEZE if order.inflight == "keep" else PauseMode.ABORT, epoch)
                 idle = now()
                 self._clock.enter("load")
-                doing = "load"
+                self._phase = "load"
                 try:
                     await engine.load(version, staged)
                 except ValueError as error:  # nothing has changed; whatever else is raised leaves the engine paused for good
                     await engine.resume(epoch)
                     raise NotLoaded("load", f"version {version} does not fit: {error}") from error
-                loaded = now()
+                self._sync.observe("segue_weight_sync_seconds", now() - idle, phase="load")
+                self._phase = "probe"
+                await self._prove(version, staged)
+                self._phase = "resume"
+                proved = now()
                 await engine.resume(epoch)
-            self._sync.observe("segue_weight_sync_seconds", loaded - idle, phase="load")
-            self._sync.observe("segue_weight_sync_seconds", now() - loaded, phase="resume")
+            self._sync.observe("segue_weight_sync_seconds", now() - proved, phase="resume")
             if first:
                 self._activity.end("wait_weights")
             pause_seconds = now() - idle
             self._metrics.observe("segue_rollout_pause_seconds", pause_seconds, reason="update")
             return idle - began, pause_seconds
         except TimeoutError:
-            raise EngineDead(f"the engine did not {doing} within {order.deadline_seconds:g} s") from None
+            raise EngineDead(f"the engine did not {IN_WORDS[self._phase]} within {order.deadline_seconds:g} s") from None
         finally:
             self._paused = False
             if not first:
                 self._activity.end("wait_weights")
+
+    async def _prove(self, version: int, staged: StagedWeights) -> None:
+        """The paused engine scores the probe. Raises `NotProven` if it does not say what the learner said."""
+        probe = staged.manifest.probe
+        if self._tolerance is None or probe is None:
+            return
+        began = now()
+        gap = largest_gap(await self._engine.score(probe.tokens), probe.logprobs)
+        self._sync.observe("segue_weight_sync_seconds", now() - began, phase="probe")
+        self._largest_gap = max(self._largest_gap, gap)
+        self._metrics.set("segue_weight_probe_gap_nats", gap)
+        self._metrics.set("segue_weight_probe_gap_max_nats", self._largest_gap)
+        check_gap(self._name, version, gap, self._tolerance)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from segue.ports.weights import Manifest, TensorSpec
+from segue.ports.weights import Manifest, Probe, TensorSpec
 
 VOCAB = 61
 SIZES: dict[str, Any] = {
@@ -45,11 +45,13 @@ def save(model: Any, folder: Path) -> str:
 class Staged:
     """Weights as a receiver hands them over. `change` may edit what arrives before the manifest is made."""
 
-    def __init__(self, version: int, tensors: dict[str, torch.Tensor], manifest: Manifest | None = None) -> None:
+    def __init__(
+        self, version: int, tensors: dict[str, torch.Tensor], manifest: Manifest | None = None, probe: Probe | None = None
+    ) -> None:
         self.version = version
         self._tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         specs = [TensorSpec(name, list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()]
-        self.manifest = manifest or Manifest("full", "tiny", 0, version, specs, [list(range(len(specs)))], [0])
+        self.manifest = manifest or Manifest("full", "tiny", 0, version, specs, [list(range(len(specs)))], [0], probe=probe)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self._tensors
@@ -92,3 +94,8 @@ def prompt(seed: int, length: int) -> list[int]:
     """`length` random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return [int(t) for t in torch.randint(0, VOCAB, (length,), generator=generator)]
+
+
+def probe_of(model: Any, tokens: list[int]) -> Probe:
+    """The probe of a model's weights, as a learner publishes it."""
+    return Probe(tokens, reference_logprobs(model, tokens, 1))

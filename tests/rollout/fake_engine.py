@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 from segue.ports.engine import Admission, Chunk, EngineCounts, EngineDead, FinishReason, GenerateRequest, PauseMode
@@ -52,6 +53,9 @@ class FakeEngine:
         self.deaf_to_aborts = False
         self.fail_load: Exception | None = None
         self.load_seconds = 0.02
+        self.score_seconds = 0.0
+        self.forgets_to_load = False
+        self.scored: list[int] = []
         self.arrived_while_paused = 0
         self._open: dict[str, _Live] = {}
         self._kv: dict[int, tuple[list[int], int]] = {}
@@ -115,6 +119,12 @@ class FakeEngine:
         if self.fail_load is not None:
             raise self.fail_load
         self.version = version
+
+    async def score(self, tokens: list[int]) -> list[float]:
+        assert self._paused and self.version != NO_VERSION, "scored while running"
+        self.scored.append(self.version)
+        await asyncio.sleep(self.score_seconds)
+        return probed(self.version - self.forgets_to_load, tokens)
 
     async def resume(self, epoch: int) -> None:
         self.control.append("resume")
@@ -223,12 +233,21 @@ def logprob(token: int) -> float:
     return -0.5 - token / 1024
 
 
-class Staged:
-    """Weights that arrived; nothing looks into them here."""
+def probed(version: int, tokens: list[int]) -> list[float]:
+    """What the weights of a version make of a probe, exactly."""
+    return [logprob(token) - version for token in tokens[1:]]
 
-    def __init__(self, version: int) -> None:
+
+class Staged:
+    """Weights that arrived; nothing looks into them here. `gap` nats are what the learner is off at the probe's last token."""
+
+    def __init__(self, version: int, gap: float | None = 0.0) -> None:
         self.version = version
-        self.manifest = None
+        self.manifest = SimpleNamespace(probe=None)
+        if gap is not None:
+            tokens = [7, 1, 5, 40]
+            *most, last = probed(version, tokens)
+            self.manifest.probe = SimpleNamespace(tokens=tokens, logprobs=[*most, last + gap])
 
     def tensors(self) -> dict[str, Any]:
         return {}
@@ -240,6 +259,7 @@ class FakeReceiver:
     def __init__(self, seconds: float = 0.5) -> None:
         self.seconds = seconds
         self.error: Exception | None = None
+        self.gap: float | None = 0.0
         self.staged: list[tuple[int, int]] = []
         self.cancelled = 0
         self.closed = False
@@ -253,7 +273,7 @@ class FakeReceiver:
         if self.error is not None:
             raise self.error
         self.staged.append((transfer.version, rank))
-        return Staged(transfer.version)
+        return Staged(transfer.version, self.gap)
 
     def close(self) -> None:
         self.closed = True

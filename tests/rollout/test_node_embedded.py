@@ -10,7 +10,7 @@ from typing import Any
 import chat_tokenizers as made
 import pytest
 import torch
-from engine_models import Staged, named, reference_logprobs, save, tiny
+from engine_models import Staged, named, probe_of, prompt, reference_logprobs, save, tiny
 from fake_engine import FakeReceiver
 from node_world import Node, World, config, run
 
@@ -23,6 +23,7 @@ from segue.trajectory import Author
 torch.set_num_threads(1)
 VOCAB = len(made.words())
 EPISODES = 8
+PROBE = prompt(7, 64)
 
 
 @cache
@@ -41,7 +42,8 @@ class Receiver(FakeReceiver):
 
     async def stage(self, transfer: Transfer, rank: int) -> Any:
         await super().stage(transfer, rank)
-        return Staged(transfer.version, named(model_of(transfer.version)))
+        model = model_of(transfer.version)
+        return Staged(transfer.version, named(model), probe=probe_of(model, PROBE))
 
 
 async def start(w: World, folder: str, **options: Any) -> Node:
@@ -80,6 +82,8 @@ def test_every_token_has_the_log_probability_of_the_weights_it_names(mode: str, 
                     for at in (sampled & (log.versions == version)).nonzero()[0]:
                         assert log.logprobs[at] == pytest.approx(expected[at - 1], abs=2e-4), (episode, at)
             assert several > 0 or mode == "episode"
+            assert node.sync_metrics.value("segue_weight_sync_seconds", phase="probe") == 5
+            assert 0.0 < node.metrics.value("segue_weight_probe_gap_max_nats") < 1e-4
             counts = node.shell.counts()
             causes = {cause: n for cause, n in node.shell._ledger.prefilled.items() if n}
             assert sum(causes.values()) == counts["prefill_tokens"] == node.engine.counts().prefill_tokens
@@ -99,8 +103,8 @@ def test_an_interrupted_episode_samples_what_it_would_have(folder: str) -> None:
     async def main(updates: int) -> list[list[int]]:
         async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12}), nodes=0) as w:
             node = await start(w, folder, slots=4)
-            weights = named(model_of(1))
-            node.receiver.stage = lambda transfer, rank: asyncio.sleep(0, Staged(transfer.version, weights))  # type: ignore[method-assign]
+            weights, probe = named(model_of(1)), probe_of(model_of(1), PROBE)
+            node.receiver.stage = lambda transfer, rank: asyncio.sleep(0, Staged(transfer.version, weights, probe=probe))  # type: ignore[method-assign]
             for episode in range(4):
                 await w.lease(episode, task=Task(f"t{episode}", "talk", episode, {"turns": 3}), group=episode)
             for _ in range(updates):
