@@ -30,7 +30,7 @@ def build_summary(facts: RunFacts) -> dict[str, Any]:
         "prefill": prefill(facts.metrics),
         "roles": roles(facts.states),
         "weight_sync": weight_sync(facts.weight_sync),
-        "logprob_gap": logprob_gap(lines),
+        "logprob_gap": logprob_gap(lines) | {"probe_max": probe_max(facts.metrics)},
         "eval": {name: evaluation(facts.evals.get(name)) for name in (*EVALS, *sorted(set(facts.evals) - set(EVALS)))},
     }
     return summary | {"notes": [*facts.notes, *contradictions(summary)]}
@@ -45,7 +45,7 @@ def partial_summary(mode: str, bound: int, lines: Lines) -> dict[str, Any]:
         "wall_seconds": steps.number(lines[-1], "elapsed_seconds") if lines else None,
         "tokens": {"generated": None, "trained": known["trained"], "masked_age": known["masked_age"]},
         "staleness": staleness(lines, bound),
-        "logprob_gap": logprob_gap(lines),
+        "logprob_gap": logprob_gap(lines) | {"probe_max": None},
         "incomplete": True,
     }
 
@@ -136,6 +136,13 @@ def logprob_gap(lines: Lines) -> dict[str, Any]:
     }
 
 
+def probe_max(metrics: Snapshots) -> float | None:
+    """Largest |learner − engine| log-probability of the probe over all nodes and loads; None where nobody was probed."""
+    probed = _sum(metrics, "segue_weight_sync_seconds_count", "weightsync", phase="probe")
+    gaps = _samples(metrics, "segue_weight_probe_gap_max_nats", "rollout", {})
+    return max(gaps, default=None) if probed else None
+
+
 def evaluation(result: EvalResult | None) -> dict[str, Any] | None:
     """One evaluation, or None if it did not run."""
     return None if result is None else {"success": result.success, "n": result.n, "failed": result.failed}
@@ -147,11 +154,11 @@ def _ratio(total: float, count: int) -> float | None:
 
 def _sum(metrics: Snapshots, name: str, role: str, **labels: str) -> float:
     """A sample's sum over all processes of a role and over the labels left out."""
-    return sum(_samples((snapshot for target, snapshot in metrics.items() if role_of(target) == role), name, labels))
+    return sum(_samples(metrics, name, role, labels))
 
 
-def _samples(snapshots: Iterable[Mapping[str, float]], name: str, labels: Mapping[str, str]) -> Iterable[float]:
-    for snapshot in snapshots:
+def _samples(metrics: Snapshots, name: str, role: str, labels: Mapping[str, str]) -> Iterable[float]:
+    for snapshot in (snapshot for target, snapshot in metrics.items() if role_of(target) == role):
         for sample, value in snapshot.items():
             if sample.startswith(name):
                 found, given = read_sample(sample)

@@ -53,7 +53,11 @@ def rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{_n(w['pause_seconds_mean'], '.3f')} s pause per load",
         )
     g = summary["logprob_gap"]
-    yield "log-prob gap", f"mean {_n(g['mean'], '.1e')}, max {_n(g['max'], '.1e')} nats over {_n(g['tokens'])} tokens"
+    yield (
+        "log-prob gap",
+        f"mean {_n(g['mean'], '.1e')}, max {_n(g['max'], '.1e')} nats over {_n(g['tokens'])} tokens; "
+        f"of the probe after each load max {_n(g.get('probe_max'), '.1e')}",
+    )
     for note in summary.get("notes") or []:
         yield "note", note
 

@@ -168,9 +168,26 @@ def test_what_is_not_known_is_null_and_not_zero() -> None:
     empty = RunFacts("sync", 0, 1.0, [], EpisodeCounts())
     summary = build_summary(empty)
     assert summary["staleness"] == {"bound": 0, "mean": None, "p99": None, "max": None, "multi_version_ratio": None}
-    assert summary["logprob_gap"] == {"mean": None, "max": None, "tokens": 0}
+    assert summary["logprob_gap"] == {"mean": None, "max": None, "tokens": 0, "probe_max": None}
     assert summary["weight_sync"]["pause_seconds_mean"] is None and summary["roles"] == {}
     assert summary["eval"] == {"before": None, "after": None}
+
+
+def test_the_probes_largest_gap_is_over_all_nodes_and_unknown_where_none_was_probed() -> None:
+    metrics = {}
+    for rank, gap in enumerate((3e-6, 7e-6)):
+        metrics[f"rollout-{rank}"] = Metrics("rollout", envs=("a",))
+        metrics[f"rollout-{rank}"].set("segue_weight_probe_gap_max_nats", gap)
+        metrics[f"rollout-{rank}"].set("segue_weight_probe_gap_nats", 1e-6)
+        metrics[f"weightsync-rollout-{rank}"] = Metrics("weightsync")
+
+    def found() -> float | None:
+        taken = {target: registry.snapshot() for target, registry in metrics.items()}
+        return build_summary(facts(metrics=taken))["logprob_gap"]["probe_max"]  # type: ignore[no-any-return]
+
+    assert found() is None
+    metrics["weightsync-rollout-1"].observe("segue_weight_sync_seconds", 0.01, phase="probe")
+    assert found() == 7e-6
 
 
 def test_the_weight_sync_target_of_a_node_is_weight_syncs_and_not_the_nodes() -> None:
