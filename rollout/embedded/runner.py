@@ -100,9 +100,8 @@ class Runner:
             self.prefill([(p.slot.row, p.cached, p.prefill) for p in here])
 
     @torch.inference_mode()
-    def prefill(self, parts: list[tuple[int, int, list[int]]], cache: SlotCache | None = None) -> None:
-        """Compute the KV of (row, first position, token ids), in as few passes as padding allows, in the slots or in `cache`."""
-        cache = self.cache if cache is None else cache
+    def prefill(self, parts: list[tuple[int, int, list[int]]]) -> None:
+        """Compute the KV of (row, first position, token ids), in as few passes as padding allows."""
         parts = [part for part in parts if part[2]]
         while parts:
             heads = [(row, start, ids[:PREFILL_TOKENS]) for row, start, ids in parts]
@@ -118,10 +117,11 @@ class Runner:
                     if padding > PADDING_TOKENS:
                         break
                     size += 1
-                self._pass(sorted(heads[:size]), width, cache)
+                # the base model alone: nobody needs logits here
+                self._pass(sorted(heads[:size]), width, self.cache, self.model.base_model)
                 heads = heads[size:]
 
-    def _pass(self, parts: list[tuple[int, int, list[int]]], width: int, cache: SlotCache) -> None:
+    def _pass(self, parts: list[tuple[int, int, list[int]]], width: int, cache: SlotCache, model: Any) -> Any:
         ids, positions, columns = [], [], []
         for _, start, tokens in parts:
             n, pad = len(tokens), width - len(tokens)
@@ -137,8 +137,8 @@ class Runner:
             length=max(start + len(tokens) for _, start, tokens in parts),
             first=rows[0] if rows[-1] - rows[0] + 1 == len(rows) else None,
         )
-        with running(step):  # the base model alone: nobody needs logits here
-            self.model.base_model(
+        with running(step):
+            return model(
                 input_ids=torch.tensor(ids, device=self._device),
                 position_ids=place,
                 past_key_values=cache,
@@ -149,22 +149,22 @@ class Runner:
     def score(self, tokens: list[int]) -> list[float]:
         """Log-probabilities of `tokens[1:]`, each given all before it, at temperature 1, in a cache of its own.
 
-        By the passes that requests take: half of the context is prefilled, then decode passes feed every position as a row. Those
-        of the prefilled half read what prefill has stored; the others store their own key and value, as decoding does.
+        By the passes that requests take: half of the context is prefilled (with logits, for once), and decoding feeds the rest,
+        every position as a row. These rows read what prefill has stored, and what the rows before them store.
         """
         context, scored = tokens[:-1], []
         half = len(context) // 2
         cache = SlotCache(self._text_config, 1, len(context))
-        self.prefill([(0, 0, context[:half])], cache)
-        for start in range(0, len(context), SCORE_ROWS):
-            end = min(start + SCORE_ROWS, len(context))
-            ids, targets = (
-                torch.tensor(part, device=self._device)[:, None] for part in (tokens[start:end], tokens[start + 1 : end + 1])
-            )
-            at = torch.arange(start, end, device=self._device)[:, None]
-            columns = torch.where(at < half, cache.max_tokens, at)
-            step = Step(torch.zeros_like(at[:, 0]), at, columns, end, first=None)
-            scored.append(log_probabilities(self._logits(step, ids, at, cache)).gather(1, targets)[:, 0])
+        starts = [*range(0, half, SCORE_ROWS), *range(half, len(context), SCORE_ROWS)]
+        for start, end in zip(starts, [*starts[1:], len(context)], strict=True):
+            ids, targets = context[start:end], tokens[start + 1 : end + 1]
+            if start < half:
+                logits = self._pass([(0, start, ids)], len(ids), cache, self.model).logits[0]
+            else:
+                at = torch.arange(start, end, device=self._device)[:, None]
+                step = Step(torch.zeros_like(at[:, 0]), at, at, end, first=None)
+                logits = self._logits(step, torch.tensor(ids, device=self._device)[:, None], at, cache)
+            scored.append(log_probabilities(logits).gather(1, torch.tensor(targets, device=self._device)[:, None])[:, 0])
         result: list[float] = torch.cat(scored).tolist()
         return result
 
