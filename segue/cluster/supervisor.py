@@ -214,6 +214,7 @@ def _environment(report_fd: int, scratch: str) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # Ray's default lets every other process of the machine go first
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
