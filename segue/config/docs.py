@@ -87,6 +87,8 @@ def _values(field: FieldInfo) -> str:
 
 def _kind(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _kind(arguments[0])
     if origin is Literal:
         return ", ".join(f"`{_toml(value)}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):

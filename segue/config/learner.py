@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from segue.config.section import Section
+from segue.config.section import Section, Seed
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class ModelConfig(Section):
     """`[model]`: what is trained: a model on disk, or the one that `[warmstart]` makes."""
 
     path: str = ""
-    """A Hugging Face folder or name; \"\" for the model that `[warmstart]` makes."""
+    """A Hugging Face model folder; \"\" for the model that `[warmstart]` makes."""
 
 
 class WarmstartConfig(Section):
@@ -37,7 +39,7 @@ class WarmstartConfig(Section):
     """Share of demonstrations that do the whole task; the rest guess too early."""
     threads: int = Field(2, ge=1)
     """torch threads while distilling."""
-    seed: int = 0
+    seed: Seed = 0
     """Of initial weights and demonstrations."""
 
 
@@ -84,16 +86,16 @@ class LearnerConfig(Section):
     """Steps over which the learning rate rises."""
     weight_decay: float = Field(0.0, ge=0.0)
     """Of matrices; vectors do not decay."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's β₁ and β₂."""
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's β₁ and β₂, each below 1."""
     max_grad_norm: float = Field(1.0, gt=0.0)
     """The gradient is scaled down to this norm."""
     pack_tokens: int = Field(4096, ge=64)
     """Tokens of one forward pass; trajectories are packed up to it."""
     logprob_chunk_tokens: int = Field(1024, ge=16)
     """Tokens whose logits are held at once."""
-    batch_wait_seconds: float = Field(300.0, gt=0.0)
-    """A learner that gets no batch for this long ends the run with a sentence."""
+    batch_wait_seconds: float = Field(0.0, ge=0.0)
+    """A learner that gets no batch for this long ends the run with a sentence; 0 means `rollout.wall_seconds` + 300."""
 
 
 class CheckpointConfig(Section):

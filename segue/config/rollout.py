@@ -15,9 +15,9 @@ class RolloutConfig(Section):
     nodes: int = Field(2, ge=1)
     """Rollout nodes, a process each."""
     engine: Literal["embedded", "vllm"] = "embedded"
-    """`embedded` (torch, in the node) or `vllm`."""
+    """`embedded` (torch, in the node); `vllm` is not there yet."""
     engine_args: dict[str, Any] = {}
-    """Arguments of the engine."""
+    """Arguments of the engine; `embedded` takes none."""
     slots: int = Field(32, ge=1)
     """Sequences decoded at once."""
     max_episodes: int = Field(48, ge=1)
@@ -28,7 +28,7 @@ class RolloutConfig(Section):
     """GPUs per node."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the weights in the engine."""
-    temperature: float = Field(1.0, gt=0.0)
+    temperature: float = Field(1.0, ge=1e-3)
     """Of sampling for training."""
     max_turns: int = Field(8, ge=1)
     """Turns of an episode; one that has not ended after them is truncated."""
@@ -43,4 +43,4 @@ class RolloutConfig(Section):
     slice_tokens: int = Field(0, ge=0)
     """Tokens of one lease, after which an episode may be parked; 0 for no limit."""
     keep_trajectories: int = Field(32, ge=0)
-    """Newest trajectories kept for reading, per node."""
+    """Newest trained trajectories kept for reading, one per step."""

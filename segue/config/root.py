@@ -27,7 +27,7 @@ from segue.config.scheduler import (
     TaskConfig,
     UpdateConfig,
 )
-from segue.config.section import Section
+from segue.config.section import Section, Seed
 from segue.errors import UserError
 
 PROBE_TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 1.0}
@@ -42,7 +42,7 @@ class Config(Section):
     """How far generation may run ahead: `async` up to `staleness.max_age`, `one_step_off` 1 step (whole episodes), `sync` 0."""
     steps: int = Field(ge=1)
     """Batches trained in all."""
-    seed: int = 0
+    seed: Seed = 0
     """Of everything random: tasks, sampling, shuffling, initial weights."""
     task: TaskConfig
     model: ModelConfig = ModelConfig()
@@ -182,6 +182,8 @@ def _resolved(config: Config) -> Config:
             or max(PROBE_TOLERANCES[config.rollout.dtype], PROBE_TOLERANCES[config.learner.dtype]),
         }
     )
+    if config.learner.batch_wait_seconds == 0.0:
+        update["learner"] = config.learner.model_copy(update={"batch_wait_seconds": config.rollout.wall_seconds + 300.0})
     if config.group.min_valid != config.group.needed:
         update["group"] = config.group.model_copy(update={"min_valid": config.group.needed})
     return config.model_copy(update=update)
@@ -232,6 +234,15 @@ def _check(config: Config, where: str) -> None:
         )
     if learner.minibatches > groups:
         refuse(f"sets learner.minibatches = {learner.minibatches} above batch.groups = {groups}: lower it.")
+    if config.update.inflight in ("turn", "episode") and config.update.drain_seconds >= config.update.deadline_seconds:
+        refuse(
+            f"sets update.drain_seconds = {config.update.drain_seconds:g}, not below update.deadline_seconds = "
+            f"{config.update.deadline_seconds:g}, after which a node that still waits is fenced out: lower it."
+        )
+    if rollout.engine_args:
+        refuse(f"sets rollout.engine_args, and the {rollout.engine} engine takes none: leave it out.")
+    if 0.0 < config.eval.temperature < 1e-3:
+        refuse(f"sets eval.temperature = {config.eval.temperature:g}, too cold to sample at: use 0 (greedy) or at least 0.001.")
     if rollout.max_turn_tokens >= rollout.max_tokens:
         refuse(
             f"sets rollout.max_turn_tokens = {rollout.max_turn_tokens}, not below rollout.max_tokens = "

@@ -206,7 +206,7 @@ def test_no_batch_by_the_deadline_names_the_producers(tmp_path: Path, model: Pat
     failure, _ = _failure(tmp_path, model, batches=lambda step: None)
     assert failure.part == "scheduler"
     assert failure.sentence == (
-        'The learner waited 300 s for the batch of step 0 and none came; the scheduler reports {"episodes": {"leased": 5}}.'
+        'The learner waited 600 s for the batch of step 0 and none came; the scheduler reports {"episodes": {"leased": 5}}.'
     )
 
 

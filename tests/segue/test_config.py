@@ -59,6 +59,16 @@ def sentence(*overrides: str) -> str:
         (["cluster.ports=[20000]"], ["gives cluster.ports too few values", "add the missing one"]),
         (["cluster.ports=[1, 2, 3]"], ["cluster.ports = [1, 2, 3]", "should have at most 2 items", "change it"]),
         (["learner.clip_low=1.0"], ["learner.clip_low = 1.0", "less than 1"]),
+        (["learner.adam_betas=[1.5, 0.9]"], ["learner.adam_betas.0 = 1.5", "less than 1", "change it"]),
+        (["seed=-1"], ["seed = -1", "greater than or equal to 0", "change it"]),
+        (["warmstart.seed=9223372036854775808"], ["warmstart.seed = 9223372036854775808", "less than", "change it"]),
+        (["rollout.temperature=1e-4"], ["rollout.temperature = 0.0001", "greater than or equal to 0.001"]),
+        (["eval.temperature=1e-4"], ["eval.temperature = 0.0001", "use 0 (greedy) or at least 0.001"]),
+        (["rollout.engine_args={a = 1}"], ["rollout.engine_args", "leave it out"]),
+        (
+            ["update.inflight=turn", "update.drain_seconds=60"],
+            ["update.drain_seconds = 60", "update.deadline_seconds = 60", "lower it"],
+        ),
         (["group.size=1"], ["group.size = 1", "learner.advantage = 'grpo'", "set group.size to 2 or more"]),
         (["group.size=1", "learner.advantage=rloo"], ["group.size = 1", "'rloo'", "set group.size to 2 or more"]),
         (["weightsync.probe_tokens=1"], ["weightsync.probe_tokens = 1", "set it to 2 or more, or to 0"]),
@@ -226,6 +236,12 @@ def test_the_resolved_config_survives_toml_and_is_its_own_resolution(values: dic
         node[last] = value
     made = resolve(data, "demo.toml")
     assert resolve(tomllib.loads(to_toml(made)), "config.toml") == made
+
+
+def test_the_learner_waits_longer_for_a_batch_than_an_episode_may_take() -> None:
+    assert config().learner.batch_wait_seconds == 600.0
+    assert config("rollout.wall_seconds=3600").learner.batch_wait_seconds == 3900.0
+    assert config("rollout.wall_seconds=3600", "learner.batch_wait_seconds=5").learner.batch_wait_seconds == 5.0
 
 
 def test_a_config_is_frozen() -> None:
