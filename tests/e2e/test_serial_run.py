@@ -46,6 +46,7 @@ def test_a_serial_run_is_whole(twins: list[Path]) -> None:
     assert_whole(twins[0], config.steps)
     summary = summary_of(twins[0])
     assert summary["episodes"]["trained"] == config.steps * config.batch.groups * config.group.size
+    assert 0.0 < summary["logprob_gap"]["probe_max"] < 1e-4
     assert set(summary["roles"]) == {"scheduler", "rollout", "envpool", "learner", "weightsync"}
 
 

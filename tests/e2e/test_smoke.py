@@ -105,6 +105,7 @@ def test_the_figures_of_the_summary_agree_with_each_other(made: Smoke) -> None:
         assert 0.0 <= summary["eval"][name]["success"] <= 1.0
     assert summary["weight_sync"]["updates"] >= 1 and summary["weight_sync"]["bytes"] > 0
     assert 0.0 < summary["logprob_gap"]["max"] < 1e-3 and summary["logprob_gap"]["tokens"] > 0
+    assert 0.0 < summary["logprob_gap"]["probe_max"] < 1e-4
     assert summary["tokens"]["generated"] >= summary["tokens"]["trained"]
 
 
