@@ -29,10 +29,9 @@ from safetensors.torch import load_file, save_file
 
 from learner.model import POLICY
 from segue.errors import RunFailed, UserError
+from segue.rundir import CHECKPOINT_COMPLETE, SCHEDULER_CUT, RunDir
 
 FORMAT = 1
-MARKER = "COMPLETE"
-CUT = "scheduler.cut"
 OPTIMIZER = "optimizer.safetensors"
 RNG = "rng.safetensors"
 TOKENIZER_FILES = (
@@ -105,8 +104,8 @@ def write_checkpoint(run_dir: Path, state: LearnerState, cut: bytes, tokenizer: 
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise _cannot_write(root, state.step, error) from error
-    for old in complete_checkpoints(run_dir)[:-keep]:
-        _discard(old)
+    for old in RunDir(run_dir).complete_checkpoints()[:-keep]:
+        _discard(old.path)
     return final
 
 
@@ -121,7 +120,7 @@ def _write_files(aside: Path, state: LearnerState, cut: bytes, tokenizer: Mappin
             (folder / file).write_bytes(content)
     _save(state.optimizer, aside / OPTIMIZER)
     _save(state.rng, aside / RNG)
-    (aside / CUT).write_bytes(cut)
+    (aside / SCHEDULER_CUT).write_bytes(cut)
 
 
 def _save(tensors: Tensors, path: Path) -> None:
@@ -142,7 +141,7 @@ def _write_marker(aside: Path, step: int) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
         files[str(path.relative_to(aside))] = {"bytes": path.stat().st_size, "crc32": _crc(path)}
-    marker = aside / MARKER
+    marker = aside / CHECKPOINT_COMPLETE
     with marker.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, "step": step, "files": files}, file, indent=1)
         file.flush()
@@ -178,31 +177,13 @@ def _discard(path: Path) -> None:
 def _cannot_write(root: Path, step: int, error: Exception) -> RunFailed:
     # safetensors reports the system's error as text only.
     full = (isinstance(error, OSError) and error.errno in _FULL) or any(f"(os error {code})" in str(error) for code in _FULL)
-    kept = [path.name for path in complete_checkpoints(root.parent)]
+    kept = [folder.path.name for folder in RunDir(root.parent).complete_checkpoints()]
     newest = f"the newest complete one is {kept[-1]}" if kept else "there is no earlier one"
     why = "its disk is full" if full else f"{str(error).rstrip('.')}"
     remedy = "free some space" if full else "check its permissions and its disk"
     return RunFailed(
         "learner", f"The checkpoint of step {step} could not be written to {root}: {why}; {newest}; {remedy} and resume."
     )
-
-
-def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """All complete checkpoints of a run, oldest first."""
-    found = []
-    for path in (run_dir / "checkpoints").glob("step_*"):
-        number = path.name.removeprefix("step_")
-        if number.isdecimal() and (path / MARKER).is_file():
-            found.append((int(number), path))
-    return [path for _, path in sorted(found)]
-
-
-def latest_checkpoint(run_dir: Path) -> Path:
-    """The newest complete checkpoint. Raises `UserError` when there is none."""
-    found = complete_checkpoints(run_dir)
-    if not found:
-        raise UserError(f"{run_dir} has no complete checkpoint to resume from: start the run anew in another directory.")
-    return found[-1]
 
 
 @dataclass(frozen=True)
@@ -220,7 +201,7 @@ class Checkpoint:
 
     def cut(self) -> bytes:
         """The scheduler's state at the same acknowledgement."""
-        return (self.path / CUT).read_bytes()
+        return (self.path / SCHEDULER_CUT).read_bytes()
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
@@ -234,12 +215,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise UserError(f"There is no checkpoint {path}: {remedy}.")
     try:
-        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        marker = json.loads((path / CHECKPOINT_COMPLETE).read_text(encoding="utf-8"))
         step, files, version = int(marker["step"]), dict(marker["files"]), marker["format"]
     except FileNotFoundError:
-        raise UserError(f"The checkpoint {path} is incomplete (it has no {MARKER} file): {remedy}.") from None
+        raise UserError(f"The checkpoint {path} is incomplete (it has no {CHECKPOINT_COMPLETE} file): {remedy}.") from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"The checkpoint {path} is damaged (its {MARKER} file cannot be read): {remedy}.") from None
+        raise UserError(f"The checkpoint {path} is damaged (its {CHECKPOINT_COMPLETE} file cannot be read): {remedy}.") from None
     if version != FORMAT:
         raise UserError(
             f"The checkpoint {path} has format {version}, this Segue reads format {FORMAT}: use the Segue that wrote it."

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from segue.metrics.vocabulary import PREFILL_CAUSES
 from segue.ports.engine import Admission, EngineCounts
 
-CAUSES = ("first", "turn", "block", "weight_update", "migration", "preemption", "eviction")
-REPEATS = ("weight_update", "migration", "preemption", "eviction")
 _LOST = {"weight_update": "weight_update", "preemption": "preemption", "eviction": "eviction"}
 
 
@@ -30,7 +29,7 @@ class Ledger:
     """Totals of one node: prefilled tokens by cause, and cached ones."""
 
     def __init__(self) -> None:
-        self.prefilled: Counter[str] = Counter(dict.fromkeys(CAUSES, 0))
+        self.prefilled: Counter[str] = Counter(dict.fromkeys(PREFILL_CAUSES, 0))
         self.cached = 0
 
     @property

@@ -34,7 +34,7 @@ class _Ledger:
         self._now = now
         self._spent = dict.fromkeys(states, 0)
         self._occupied = dict.fromkeys(states, 0) | occupied
-        self._started = self._last = self._read()
+        self._last = self._read()
         self.lock = threading.Lock()
 
     def _read(self) -> int:
@@ -59,9 +59,6 @@ class _Ledger:
     def check(self, state: str) -> None:
         if state not in self._spent:
             raise ValueError(f"no such state: {state!r}; there are {', '.join(self._spent)}")
-
-    def elapsed_nanoseconds(self) -> int:
-        return self._last - self._started
 
     def nanoseconds(self) -> dict[str, int]:
         with self.lock:

@@ -3,7 +3,7 @@
     step                 the batch's target step, from 0
     elapsed_seconds      since the run began          step_seconds      since the step before ended
     wait_seconds         of it, waiting for the batch
-    version              weight version published after this step
+    version              newest weight version when the step was reported: the one that it trained on
     queue_groups         finished groups waiting       in_flight         episodes under a lease
     ages                 `ages[a]`: trained tokens of age a, in steps
     then the learner's statistics under its own names (learner/batches.py, learner/diagnostics.py): loss, grad_norm,
@@ -18,8 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-_HEAD = ("step", "elapsed_seconds", "step_seconds", "wait_seconds", "version", "queue_groups", "in_flight", "ages")
 
 
 def step_line(

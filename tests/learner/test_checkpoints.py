@@ -16,9 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from learner.batches import prepare_batch
 from learner.checkpoints import (
-    MARKER,
-    complete_checkpoints,
-    latest_checkpoint,
     model_folder,
     open_checkpoint,
     read_tokenizer,
@@ -29,6 +26,7 @@ from learner.state import gather_state, restore_state
 from learner.trainer import Trainer
 from segue.config import Config
 from segue.errors import RunFailed, UserError
+from segue.rundir import CHECKPOINT_COMPLETE, RunDir
 
 CONFIG = learner_config(learner={"lr": 0.01, "pack_tokens": 64, "weight_decay": 0.1, "lr_schedule": "cosine"})
 
@@ -103,11 +101,11 @@ def test_the_newest_are_kept_and_step_numbers_sort_as_numbers(tmp_path: Path) ->
     for step in (8, 9, 10):
         trainer.step = step
         _write(tmp_path, trainer, keep=2)
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_9", "step_10"]
-    assert latest_checkpoint(tmp_path).name == "step_10"
+    assert [folder.path.name for folder in RunDir(tmp_path).complete_checkpoints()] == ["step_9", "step_10"]
+    assert RunDir(tmp_path).latest_checkpoint().path.name == "step_10"
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_10", "step_9"]
     _write(tmp_path, trainer, cut=b"again")  # the same step once more
-    assert open_checkpoint(latest_checkpoint(tmp_path)).cut() == b"again"
+    assert open_checkpoint(RunDir(tmp_path).latest_checkpoint().path).cut() == b"again"
 
 
 def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
@@ -116,7 +114,7 @@ def test_what_a_killed_writer_left_is_no_checkpoint(tmp_path: Path) -> None:
     half.mkdir(parents=True)
     (half / "model").write_text("half")
     with pytest.raises(UserError, match="no complete checkpoint"):
-        latest_checkpoint(tmp_path)
+        RunDir(tmp_path).latest_checkpoint()
     _write(tmp_path, trainer)
     assert not half.exists()
 
@@ -163,7 +161,7 @@ def _spoil(path: Path, how: str) -> None:
             file.rmdir() if file.is_dir() else file.unlink()
         path.rmdir()
     elif how == "incomplete":
-        (path / MARKER).unlink()
+        (path / CHECKPOINT_COMPLETE).unlink()
     elif how == "flipped":
         file = model_folder(path) / "model.safetensors"
         data = bytearray(file.read_bytes())
@@ -175,10 +173,10 @@ def _spoil(path: Path, how: str) -> None:
     elif how == "a file is gone":
         (path / "scheduler.cut").unlink()
     elif how == "marker":
-        (path / MARKER).write_text("{")
+        (path / CHECKPOINT_COMPLETE).write_text("{")
     else:
-        marker: dict[str, Any] = json.loads((path / MARKER).read_text())
-        (path / MARKER).write_text(json.dumps({**marker, "format": 99}))
+        marker: dict[str, Any] = json.loads((path / CHECKPOINT_COMPLETE).read_text())
+        (path / CHECKPOINT_COMPLETE).write_text(json.dumps({**marker, "format": 99}))
 
 
 @pytest.mark.parametrize(

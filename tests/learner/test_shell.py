@@ -13,11 +13,12 @@ import torch
 from learner_data import learner_config, random_batch, tiny_llama
 from learner_scheduler import Learner, on_logical_loop
 
-from learner.checkpoints import complete_checkpoints, latest_checkpoint, model_folder, open_checkpoint
+from learner.checkpoints import model_folder, open_checkpoint
 from segue.clock import ThreadCompute
 from segue.errors import RunFailed, UserError
 from segue.ports.rpc import PeerLost
 from segue.ports.scheduler import Batch, TrainedReport
+from segue.rundir import RunDir
 
 
 def batch_of_step(step: int) -> Batch:
@@ -58,7 +59,10 @@ def test_a_run_follows_the_protocol(tmp_path: Path, model: Path) -> None:
         ("publish", 4),
     ]
     assert [item for item in learner.scheduler.heard if item[0] == "take"] == [("take", k) for k in range(4)]
-    assert [open_checkpoint(path).cut() for path in complete_checkpoints(tmp_path)] == [b"cut of 1", b"cut of 3"]
+    assert [open_checkpoint(folder.path).cut() for folder in RunDir(tmp_path).complete_checkpoints()] == [
+        b"cut of 1",
+        b"cut of 3",
+    ]
     assert list(learner.sender.published) == [0, 1, 2, 3, 4]
     before, after = learner.sender.published[0], learner.sender.published[4]
     assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
@@ -141,8 +145,8 @@ def test_stopping_while_waiting_saves_what_was_trained(tmp_path: Path, model: Pa
         return learner
 
     learner = on_logical_loop(work)
-    assert latest_checkpoint(tmp_path).name == "step_3"
-    assert open_checkpoint(latest_checkpoint(tmp_path)).cut() == b"cut of 2"
+    assert RunDir(tmp_path).latest_checkpoint().path.name == "step_3"
+    assert open_checkpoint(RunDir(tmp_path).latest_checkpoint().path).cut() == b"cut of 2"
     assert [r.step for r in learner.scheduler.reports] == [0, 1, 2]
     assert learner.scheduler.heard[-1] == ("committed", 3)
     assert learner.sender.closed
@@ -164,7 +168,7 @@ def test_stopping_during_a_step_finishes_it_first(tmp_path: Path, model: Path) -
 
     learner = on_logical_loop(work)
     assert [r.step for r in learner.scheduler.reports] == [0]
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_1"]
+    assert [folder.path.name for folder in RunDir(tmp_path).complete_checkpoints()] == ["step_1"]
 
 
 def test_stopping_before_anything_was_trained_writes_nothing(tmp_path: Path, model: Path) -> None:
@@ -176,7 +180,7 @@ def test_stopping_before_anything_was_trained_writes_nothing(tmp_path: Path, mod
         return learner
 
     assert on_logical_loop(work).scheduler.reports == []
-    assert complete_checkpoints(tmp_path) == []
+    assert RunDir(tmp_path).complete_checkpoints() == []
 
 
 def test_the_scheduler_can_end_the_run(tmp_path: Path, model: Path) -> None:
@@ -187,7 +191,7 @@ def test_the_scheduler_can_end_the_run(tmp_path: Path, model: Path) -> None:
         return learner
 
     on_logical_loop(work)
-    assert latest_checkpoint(tmp_path).name == "step_1"
+    assert RunDir(tmp_path).latest_checkpoint().path.name == "step_1"
 
 
 def _failure(tmp_path: Path, model: Path, prepare: Any = None, batches: Any = batch_of_step) -> tuple[RunFailed, Learner]:
@@ -372,9 +376,9 @@ def test_the_tokenizer_outlives_the_checkpoint_it_was_resumed_from(tmp_path: Pat
         on_logical_loop(work)
 
     run(1, None)
-    run(4, latest_checkpoint(tmp_path))
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_4"]
-    assert (model_folder(latest_checkpoint(tmp_path)) / "tokenizer.json").read_text() == "{}"
+    run(4, RunDir(tmp_path).latest_checkpoint().path)
+    assert [folder.path.name for folder in RunDir(tmp_path).complete_checkpoints()] == ["step_4"]
+    assert (model_folder(RunDir(tmp_path).latest_checkpoint().path) / "tokenizer.json").read_text() == "{}"
 
 
 def test_a_path_that_is_no_model_is_a_sentence(tmp_path: Path) -> None:

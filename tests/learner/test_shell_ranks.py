@@ -13,7 +13,8 @@ from learner_data import tiny_llama
 from safetensors.torch import load_file
 from test_ranks import HERE, free_port
 
-from learner.checkpoints import latest_checkpoint, model_folder, open_checkpoint
+from learner.checkpoints import model_folder, open_checkpoint
+from segue.rundir import RunDir
 
 
 def run_shells(world: int, model: Path, run_dir: Path, plan: str) -> list[tuple[int, str]]:
@@ -46,7 +47,7 @@ def test_two_shells_train_and_save_what_one_does(tmp_path: Path) -> None:
     assert run_shells(2, model, tmp_path / "two", "all") == [(0, "version 6")] * 2  # rank 1 hears it from rank 0
     weights = []
     for name in ("one", "two"):
-        path = latest_checkpoint(tmp_path / name)
+        path = RunDir(tmp_path / name).latest_checkpoint().path
         assert open_checkpoint(path).cut() == b"cut of 5"
         weights.append(load_file(model_folder(path) / "model.safetensors"))
     for key, tensor in weights[0].items():
@@ -61,7 +62,7 @@ def test_a_stop_that_reaches_one_rank_ends_all_at_the_same_step(tmp_path: Path) 
     assert first == second and first[0] == 0
     trained = int(first[1].removeprefix("version "))
     assert 1 <= trained < 6
-    assert latest_checkpoint(tmp_path / "run").name == f"step_{trained}"
+    assert RunDir(tmp_path / "run").latest_checkpoint().path.name == f"step_{trained}"
 
 
 @pytest.mark.processes

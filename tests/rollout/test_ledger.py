@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.ledger import CAUSES, Ledger
+from rollout.ledger import Ledger
+from segue.metrics.vocabulary import PREFILL_CAUSES
 from segue.ports.engine import Admission, EngineCounts
 
 
@@ -187,4 +188,4 @@ def test_seconds_follow_the_measured_prefill_speed() -> None:
     kv.request(5, 5, lineage=1)
     kv.admit(Admission(4, 0, 4))
     counts = EngineCounts(8, 0, 0, 2.0, 0.0, 2.0, 0, 0, 0, 0)
-    assert ledger.seconds(counts) == {cause: 1.0 if cause == "first" else 0.0 for cause in CAUSES}
+    assert ledger.seconds(counts) == {cause: 1.0 if cause == "first" else 0.0 for cause in PREFILL_CAUSES}
