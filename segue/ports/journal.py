@@ -24,18 +24,29 @@ class Journal(Protocol):
 
 
 class MemoryJournal:
-    """The journal of this version: keeps counts, and the newest `keep` records for reading in tests and after a failure."""
+    """The journal of this version: keeps counts, and the newest records for reading in tests and after a failure.
 
-    def __init__(self, keep: int = 1000) -> None:
+    These are at least `keep` and at most twice as many, unless their bodies weigh more than `keep_bytes`: an exchange may be megabytes.
+    """
+
+    def __init__(self, keep: int = 1000, keep_bytes: int = 16 << 20) -> None:
         self.appended = 0
-        self._keep = keep
         self.records: list[Record] = []
+        self._keep = keep
+        self._keep_bytes = keep_bytes
+        self._bytes = 0
 
     async def append(self, records: list[Record]) -> None:
         self.appended += len(records)
         self.records.extend(records)
-        if len(self.records) > 2 * self._keep:
-            del self.records[: len(self.records) - self._keep]
+        self._bytes += sum(len(record.body) for record in records)
+        gone = len(self.records) - self._keep if len(self.records) > 2 * self._keep else 0
+        self._bytes -= sum(len(record.body) for record in self.records[:gone])
+        while self._bytes > self._keep_bytes:
+            self._bytes -= len(self.records[gone].body)
+            gone += 1
+        del self.records[:gone]
 
     async def close(self) -> None:
         self.records.clear()
+        self._bytes = 0

@@ -160,3 +160,13 @@ async def test_the_memory_journal_counts_all_and_keeps_the_newest(keep: int) -> 
     assert journal.appended == 40
     await journal.close()
     assert journal.records == []
+
+
+async def test_the_memory_journal_is_bounded_in_bytes() -> None:
+    journal = MemoryJournal(keep=100, keep_bytes=1000)
+    for n in range(50):
+        await journal.append([Record(float(n), "exchange", b"x" * 90)] * (1 + n % 3))
+        assert sum(len(record.body) for record in journal.records) <= 1000
+        assert len(journal.records) == min(journal.appended, 11)
+    await journal.append([Record(50.0, "exchange", b"x" * 2000)])
+    assert journal.records == [] and journal.appended == sum(1 + n % 3 for n in range(50)) + 1
