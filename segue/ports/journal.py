@@ -26,7 +26,8 @@ class Journal(Protocol):
 class MemoryJournal:
     """The journal of this version: keeps counts, and the newest records for reading in tests and after a failure.
 
-    These are at least `keep` and at most twice as many, unless their bodies weigh more than `keep_bytes`: an exchange may be megabytes.
+    These are at least `keep` and at most twice as many, or fewer where their bodies weigh more than `keep_bytes` (an exchange may
+    have megabytes).
     """
 
     def __init__(self, keep: int = 1000, keep_bytes: int = 16 << 20) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import zlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,7 +100,7 @@ class FakeNode:
         self.broadcasts = Broadcasts()
         self.tasks: set[asyncio.Task[None]] = set()
         self.alive = True
-        self.up = Channel("scheduler-0", shell.handle, loss, seed=hash(name) % 1000)
+        self.up = Channel("scheduler-0", shell.handle, loss, seed=zlib.crc32(name.encode()))
         self.service = Service()
         self.service.add(port.ORDERS, self._orders)
         self.down = Channel(name, self.service.handle, loss, seed=len(name))
