@@ -46,7 +46,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -175,15 +175,22 @@ def _discard(path: Path) -> None:
 
 
 def _cannot_write(root: Path, step: int, error: Exception) -> RunFailed:
-    # safetensors reports the system's error as text only.
-    full = (isinstance(error, OSError) and error.errno in _FULL) or any(f"(os error {code})" in str(error) for code in _FULL)
     kept = [folder.path.name for folder in RunDir(root.parent).complete_checkpoints()]
     newest = f"the newest complete one is {kept[-1]}" if kept else "there is no earlier one"
-    why = "its disk is full" if full else f"{str(error).rstrip('.')}"
-    remedy = "free some space" if full else "check its permissions and its disk"
+    if any(_is(error, code) for code in _FULL):
+        why, remedy = "its disk is full", "free some space"
+    elif _is(error, errno.EFBIG):
+        why, remedy = "a file would exceed the limit on file sizes", "raise it (ulimit -f)"
+    else:
+        why, remedy = str(error).rstrip("."), "check its permissions and its disk"
     return RunFailed(
         "learner", f"The checkpoint of step {step} could not be written to {root}: {why}; {newest}; {remedy} and resume."
     )
+
+
+def _is(error: Exception, code: int) -> bool:
+    """Whether it is the system's error `code`; safetensors reports it as text only."""
+    return (isinstance(error, OSError) and error.errno == code) or f"(os error {code})" in str(error)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,8 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             why, remedy = "the disk is full", "free some space there and go on with --resume"
+        elif error.errno == errno.EFBIG:
+            why, remedy = "a file would exceed the limit on file sizes", "raise it (ulimit -f) and go on with --resume"
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             why, remedy = "writing there is not allowed", "make it writable and go on with --resume"
         elif error.errno == errno.EIO:

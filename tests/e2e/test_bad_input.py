@@ -167,11 +167,11 @@ def test_a_limit_on_file_sizes(smoke: Path, tmp_path: Path) -> None:
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
 
     command = segue("train", smoke, "--run", tmp_path / "run", *LONG, "--serial", preexec=limit)
     assert command.wait() == 1, command.tails()
-    assert f"{tmp_path}/run/" in command.sentence()
+    assert f"{tmp_path}/run/" in command.sentence() and "(ulimit -f)" in command.sentence()
 
 
 def test_an_odd_environment(smoke: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_ctrl_c_while_the_roles_start(smoke: Path, tmp_path: Path) -> None:
 def test_ctrl_c_during_an_evaluation(smoke: Path, tmp_path: Path) -> None:
     """SIGTERM, as a batch system sends it, is the same but for the exit code."""
     run = tmp_path / "run"
-    with Command("train", smoke, "--run", run, *LONG, "--set", "eval.tasks=4096") as command:
+    with Command("train", smoke, "--run", run, *LONG, "--set", "eval.tasks=2000") as command:
         command.line(r"^evaluating")
         command.signal(signal.SIGTERM)
         assert command.wait(END_SECONDS) == 128 + signal.SIGTERM, command.tails()

@@ -131,7 +131,7 @@ def _files_of_at_most(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [200, 20_000, 100_000])
-def test_a_full_disk_is_one_sentence_and_the_older_checkpoint_stays(tmp_path: Path, size: int) -> None:
+def test_a_failed_write_is_one_sentence_and_the_older_checkpoint_stays(tmp_path: Path, size: int) -> None:
     """The limit is hit in the config, in the weights (59 kB) or in the optimizer's moments (twice that)."""
     trainer = Trainer({POLICY: load_model(_model(tmp_path / "model"))}, CONFIG)
     _train(trainer)
@@ -141,7 +141,7 @@ def test_a_full_disk_is_one_sentence_and_the_older_checkpoint_stays(tmp_path: Pa
         _write(tmp_path, trainer)
     assert error.value.part == "learner"
     sentence = error.value.sentence
-    assert "step 2" in sentence and "its disk is full" in sentence and "step_1" in sentence and sentence.endswith(".")
+    assert "step 2" in sentence and "limit on file sizes" in sentence and "step_1" in sentence and sentence.endswith(".")
     assert "\n" not in sentence
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
     assert open_checkpoint(older).step == 1
