@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from segue.cluster.processes import end_with_parent
 from segue.cluster.roles import failure_of
@@ -69,7 +70,7 @@ class Job:
     resume: str
     only_eval: bool
     report: Report
-    console: TextIO
+    console: Console
     scratch: Path
 
 
@@ -92,7 +93,7 @@ def run_job(process: str, work: Callable[[Job], int]) -> int:
     if supervisor := os.environ.pop(SUPERVISOR, ""):
         end_with_parent(int(supervisor), lambda: shutil.rmtree(scratch, ignore_errors=True))
     report = Report()
-    console = _take_console()
+    console = Console()
     run = RunDir.open(told.run)
     with ProcessLog(run.logs, process, "0"):
         try:
@@ -108,9 +109,40 @@ def run_job(process: str, work: Callable[[Job], int]) -> int:
     return code
 
 
-def _take_console() -> TextIO:
-    """Standard output for what we say ourselves. Whatever libraries print (Ray does when a process dies) goes to the log."""
-    console = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
-    sys.stdout.flush()
-    os.dup2(2, 1)
-    return console
+class Console(io.TextIOBase):
+    """Standard output for what we say ourselves. A terminal that is gone must not end a run: the log says it, once."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
+        self._gone = False
+        sys.stdout.flush()
+        os.dup2(2, 1)  # whatever libraries print (Ray does when a process dies) goes to the log
+
+    def write(self, text: str) -> int:
+        if not self._gone:
+            try:
+                return self._file.write(text)
+            except OSError as error:
+                self._lost(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._gone:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._lost(error)
+
+    def _lost(self, error: OSError) -> None:
+        self._gone = True
+        log.warning("the console is gone (%s): the run goes on without it", error.strerror)
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # TextIOBase has an attribute here
+        return self._file.encoding

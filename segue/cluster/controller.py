@@ -12,9 +12,10 @@ import dataclasses
 import json
 import time
 from collections.abc import Awaitable, Mapping
-from typing import Any, TextIO, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from envpool.suites import load_suite
+from segue.cluster.child import Console
 from segue.cluster.roles import Facts
 from segue.config import Config
 from segue.errors import RunFailed, UserError
@@ -65,7 +66,7 @@ class Controller:
         run: RunDir,
         scheduler: Peer,
         learned: Awaitable[Any],
-        console: TextIO,
+        console: Console,
         *,
         only_eval: bool = False,
     ) -> None:
@@ -217,7 +218,7 @@ class Controller:
 
     def finish(self, facts: Mapping[str, Facts]) -> dict[str, Any]:
         """Write summary.json and print the table. `facts` come from every role process."""
-        from rich.console import Console
+        import rich.console
 
         self._lines.close()
         status = self._status
@@ -236,7 +237,7 @@ class Controller:
             )
         )
         write_json(self._run.summary, summary)
-        Console(file=self._console).print(summary_table(summary, f"Run {self._run.path}"))
+        rich.console.Console(file=cast(IO[str], self._console)).print(summary_table(summary, f"Run {self._run.path}"))
         self._say(f"Everything is in {self._run.path}: summary.json, metrics.jsonl, logs/, trajectories/, checkpoints/.")
         return summary
 

@@ -53,6 +53,7 @@ class Command:
         self.err: list[str] = []
         self._changed = threading.Condition()
         self.began = time.monotonic()
+        self._console_closed = False
         self._known: set[psutil.Process] = set()
         self._before = set(psutil.Process().children())
         adopt_orphans()
@@ -81,6 +82,13 @@ class Command:
             with self._changed:
                 lines.append(line.rstrip("\n"))
                 self._changed.notify_all()
+            if self._console_closed and lines is self.out:
+                stream.close()
+                return
+
+    def close_console(self) -> None:
+        """Like a terminal that is closed, or a `| head` that has enough: from the next line on nobody reads."""
+        self._console_closed = True
 
     def _await_exit(self) -> None:
         self._process.wait()
