@@ -22,8 +22,10 @@ MOVES = ("node_lost", "fenced")
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 30.0
 """Before the first further attempt of a kind, and at most. With three retries and two further issues a task outlives an outage of
 about 40 seconds."""
-CHECKSUM = "checksum"
-"""The node's record of an episode is not the log that was accepted from it: what it sampled on is not what would be trained."""
+USELESS_LOG = ("checksum", "not_resumable")
+"""Another attempt from the log would be wrong or fail in the same way: the node's record of the episode is not the log that was
+accepted from it, so that what it sampled on is not what would be trained; or the environment can be neither restored nor replayed
+(design.md §6)."""
 MAX_REASONS = 64
 """Reasons come from nodes; beyond so many different ones they are counted together."""
 LEASED, PENDING = State.LEASED, State.PENDING
@@ -68,7 +70,7 @@ class Failures:
         if failure is FailureClass.ENV and used == self._budget[failure] and episode.lease_seq == episode.next_seq > 0:
             # The last retry, and the attempt did not get past the restore: its saved state may be what is broken.
             self._from_scratch(episode, reason)
-        elif reason == CHECKSUM:
+        elif reason in USELESS_LOG:
             self._from_scratch(episode, reason)
         self._count_interruption(episode)
         episode.left = reason if reason in MOVES else "failed"
@@ -150,7 +152,7 @@ class Failures:
         if task.id in self.quarantined:
             return
         self.quarantined[task.id] = why
-        t.tally.count("tasks_quarantined", task.env)
+        t.tally.count("tasks_quarantined", t.env)
         t.out.append(Warn(f"Task {task.id} failed on every attempt ({why}) and is set aside."))
         if len(self.quarantined) >= self.task_count:
             t.out.append(Fatal("scheduler", f"All {self.task_count} tasks failed on every attempt, the last with {why}."))

@@ -55,7 +55,7 @@ class Groups:
         group.running = len(group.members)
         self.live[group.id] = group
         self._t.meter.operations += 1
-        self._t.tally.count("admitted", task.env, by=group.running)
+        self._t.tally.count("admitted", self._t.env, by=group.running)
         return group
 
     def open_eval(self, task: Task, run: str, floor: int, temperature: float, now: float) -> Group:
@@ -118,7 +118,7 @@ class Groups:
         t = self._t
         group.complete = True
         finished = [m.finish for m in group.members if m.state is ASSEMBLING and m.finish is not None]
-        env = group.task.env
+        env = t.env
         t.tally.count("groups_finished", env)
         if len(finished) > 1:
             t.observations.append(("segue_group_completion_cv", env, _spread([f.seconds for f in finished])))

@@ -125,7 +125,7 @@ class Intake:
         if episode.group.purpose is not Purpose.TRAIN:
             self._evaluation.finished(episode)
             return
-        env = episode.group.task.env
+        env = t.env
         t.tally.count("finished", env, event.outcome)
         t.observations.append(("segue_episode_duration_seconds", env, event.seconds))
         self._groups.member_finished(episode, now)

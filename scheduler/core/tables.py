@@ -28,6 +28,7 @@ class Tables:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.env = config.task.env  # one suite per run: what its tasks call themselves is no label
         self.meter = Meter()
         self.tally = Tally()
         self.timers = Timers(self.meter)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -361,10 +361,11 @@ class ShellWorld:
         cut: bytes | None = None,
         first_step: int = 0,
         journal: Any = None,
+        envs: Sequence[str] = ("latency",),
         **sections: Any,
     ) -> None:
         self.config = make_config(task__train_tasks=task_count, **sections)
-        self.metrics = Metrics("scheduler", envs=["latency"])
+        self.metrics = Metrics("scheduler", envs=envs)
         self.clock = StateClock(STATES["scheduler"], now)
         self.journal = journal or MemoryJournal()
         tasks = [task(i) for i in range(task_count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from core_world import ModelLease, ModelNode, World, make_config
 
 from scheduler.core import events as e
@@ -62,14 +63,15 @@ def test_reasons_of_beginning_anew_are_bounded() -> None:
     assert len(world.core.tables.tally.under("regenerated")) <= 65
 
 
-def test_a_log_that_is_not_the_nodes_own_is_not_gone_on_with() -> None:
+@pytest.mark.parametrize("reason", ["checksum", "not_resumable"])
+def test_a_log_that_cannot_be_gone_on_with_is_discarded(reason: str) -> None:
     world, node = one_node(2, batch__groups=1, staleness__max_age=0)
     lease = node.leases[0]
     world.delta(node, lease, tokens=5)
-    world.fail(node, lease, "infra", "checksum")
+    world.fail(node, lease, "infra", reason)
     world.rest()
     assert (node.leases[0].seq, node.leases[0].grant.attempt) == (0, 2)
-    assert world.tally("regenerated", "checksum") == 1 and world.tally("tokens_discarded") == 5
+    assert world.tally("regenerated", reason) == 1 and world.tally("tokens_discarded") == 5
 
 
 def test_an_action_that_a_lost_node_leaves_half_done_counts_as_paused_once() -> None:

@@ -35,6 +35,17 @@ def test_any_number_of_batches_of_groups_may_begin_in_one_commit(tmp_path: Path)
     run(course)
 
 
+def test_a_suite_may_call_its_tasks_environment_what_it_likes(tmp_path: Path) -> None:
+    """A suite of the user's own is named module:function in the config, and by itself in its tasks."""
+
+    async def course() -> None:
+        world = ShellWorld(tmp_path, task__env="theirs:build", envs=["theirs:build"])
+        await world.train(2)
+        assert world.metrics.value("segue_episodes_admitted_total", env="theirs:build") >= 8
+
+    run(course)
+
+
 def test_a_learner_that_waits_is_told_whether_training_was_opened(tmp_path: Path) -> None:
     async def course() -> None:
         world = ShellWorld(tmp_path, nodes=0)
