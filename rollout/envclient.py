@@ -6,8 +6,9 @@ waits for      the acknowledgement of a submit; each call's reply, until its dea
 unblocked by   a reply, a deadline, the loss of a pool
 on cancel      closing an instance cancels what waits for it; a reply that comes later is refused and counted
 
-Replies are matched by (episode, attempt, step). A pool judges calls by its own deadlines and says so; the deadlines here only
-have to notice that it says nothing at all, so they are twice as long, plus a margin for queues and messages.
+Replies are matched by (episode, attempt, step) and the pool that was asked. A pool judges calls by its own deadlines and says
+so; the deadlines here only have to notice that it says nothing at all, so they are twice as long, plus a margin for queues and
+messages.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class EnvClient:
             self._metrics.add("segue_messages_refused_total", len(message.replies), reason="stale_session")
             return Done()
         for reply in message.replies:
-            self._reply(reply)
+            self._reply(message.pool, reply)
         return Done()
 
     # --- inside -----------------------------------------------------------------------------------------------------
@@ -205,11 +206,11 @@ class EnvClient:
         if not waiter.future.done():
             waiter.future.set_exception(EnvCallFailed(FailureClass.INFRA, reason, detail))
 
-    def _reply(self, reply: EnvReply) -> None:
+    def _reply(self, pool: str, reply: EnvReply) -> None:
         step = RESET_STEP if isinstance(reply, Created) else reply.step
         key = (reply.episode, reply.attempt, step)
         waiter = self._waiting.get(key)
-        if waiter is None:
+        if waiter is None or waiter.pool.name != pool:  # a pool that was given up, and is only slow, has no say any more
             self._metrics.add("segue_messages_refused_total", reason="unexpected")
             return
         self._settle(key)

@@ -203,6 +203,24 @@ async def test_a_lost_pool_fails_its_steps_at_once_and_its_creates_go_elsewhere(
 
 
 @virtual
+async def test_a_pool_that_was_given_up_has_no_say_any_more() -> None:
+    """It was only slow: its instance is not the one that the episode's steps go to."""
+    c = Client(pools=2)
+    for pool in c.pools:
+        pool.slow = lambda e, a, s: 40.0 if s < 0 else 0.0
+    creating = c.create(0)
+    c.lines[0].disturb = c.lines[1].disturb = lambda method, n: "unanswered"
+    await until(lambda: any(line.calls for line in c.lines))
+    slow = next(i for i, line in enumerate(c.lines) if line.calls)
+    c.lines[1 - slow].disturb = lambda method, n: ""
+    await until(lambda: c.refused("unexpected") == 1)
+    assert not creating.done() and (0, 1) in c.pools[slow].instances
+    await creating
+    assert isinstance(await c.client.step(Step(0, 1, 0, "look")), Stepped)
+    assert c.pools[1 - slow].steps == [(0, 1, 0)] and not c.pools[slow].steps
+
+
+@virtual
 async def test_creates_wait_for_the_only_pool_to_come_back() -> None:
     """A pool that is restarted must not cost an episode its retries."""
     c = Client()
