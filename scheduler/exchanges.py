@@ -14,6 +14,7 @@ import msgspec
 
 from scheduler.core import events as e
 from scheduler.core.commands import Command, Refuse, Resend
+from scheduler.errors import CallRefused
 from scheduler.links import NodeLink
 from segue.clock import now as loop_now
 from segue.config import Config
@@ -73,7 +74,7 @@ class Exchanges:
         if exchange.session > link.session and exchange.info is not None:
             info = exchange.info
             if info.max_episodes < 1:
-                raise ValueError(f"{link.name} joins with max_episodes = {info.max_episodes}: it must be at least 1")
+                raise CallRefused(f"{link.name} joins with max_episodes = {info.max_episodes}: it must be at least 1")
             link.begin(exchange.session)
             return await self._take_in(link, exchange, e.NodeJoined(link.name, exchange.session, info.max_episodes, info.slots))
         if exchange.session != link.session or link.over:

@@ -27,6 +27,7 @@ from scheduler.core import events as e
 from scheduler.core.commands import Command
 from scheduler.core.restart import CoreCut
 from scheduler.delivery import Delivery
+from scheduler.errors import CallRefused
 from scheduler.exchanges import Exchanges
 from scheduler.ids import VersionLedger
 from scheduler.queue import TrajectoryQueue
@@ -38,7 +39,7 @@ from segue.clock import Compute, ThreadCompute
 from segue.clock import now as loop_now
 from segue.config import Config
 from segue.episode import Task
-from segue.errors import RunFailed
+from segue.errors import RunFailed, WireError
 from segue.metrics.registry import Metrics
 from segue.metrics.states import StateClock
 from segue.ports import scheduler as port
@@ -167,7 +168,7 @@ class SchedulerShell:
 
     def _on_error(self, method: str, error: Exception) -> None:
         log.error("%s was answered with an error: %s", method, error, exc_info=error)
-        if not isinstance(error, ValueError):  # not the caller's mistake but ours: nothing can be trusted any more
+        if not isinstance(error, (CallRefused, WireError)):  # not the caller's mistake but ours: nothing can be trusted any more
             self._broken(error)
 
     # --- commits --------------------------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ class SchedulerShell:
             request = wire.decode(body, port.TakeBatch)
             plans = self.delivery.plans
             if request.step < self.core.progress.committed:
-                raise ValueError(f"the batch of step {request.step} is committed and gone")
+                raise CallRefused(f"the batch of step {request.step} is committed and gone")
             await self._until(lambda: request.step in plans or bool(self.stopped), request.wait)
             if self.stopped or request.step not in plans:
                 return wire.encode(port.BatchReply(None, self.stopped, opened=self.core.progress.steps > 0))
@@ -332,7 +333,7 @@ class SchedulerShell:
         if not report.cut:
             return port.TrainedReply(None)
         if self._cut is None or self._cut[0] != report.step:
-            raise ValueError(f"the cut at step {report.step} is gone: {self.core.progress.trained} steps are trained")
+            raise CallRefused(f"the cut at step {report.step} is gone: {self.core.progress.trained} steps are trained")
         return port.TrainedReply(self._cut[1])
 
     def cut(self) -> bytes:
@@ -370,7 +371,7 @@ class SchedulerShell:
     async def _eval_state(self, request: port.EvalState) -> port.EvalStateReply:
         run = self.core.eval_run(request.name)
         if run is None:
-            raise ValueError(f"there is no evaluation {request.name!r}")
+            raise CallRefused(f"there is no evaluation {request.name!r}")
         return port.EvalStateReply(run.n, run.finished, run.failed, run.success, run.rewards, run.done)
 
     async def _watch_events(self, request: port.WatchEvents) -> port.EventsReply:

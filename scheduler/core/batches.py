@@ -16,6 +16,7 @@ from scheduler.core.episodes import Episode, Group
 from scheduler.core.groups import Groups
 from scheduler.core.progress import Progress
 from scheduler.core.tables import Tables
+from scheduler.errors import CallRefused
 from segue.episode import DropReason, Purpose, State
 
 DELIVERED, TRAINED, QUEUED = State.DELIVERED, State.TRAINED, State.QUEUED
@@ -161,7 +162,7 @@ class Batches:
     def taken(self, step: int) -> None:
         """The batch is on its way to the learner; asking again changes nothing."""
         if not self._progress.trained <= step < self._progress.formed:
-            raise ValueError(
+            raise CallRefused(
                 f"batch {step} cannot be taken: {self._progress.trained} are trained, {self._progress.formed} formed"
             )
         for episode in self.kept[step].episodes:
@@ -175,10 +176,10 @@ class Batches:
             t.tally.count("refused", "duplicate")
             return False
         if step > progress.trained or step >= progress.formed:
-            raise ValueError(f"step {step} is reported trained, but the next one is {progress.trained} of {progress.formed}")
+            raise CallRefused(f"step {step} is reported trained, but the next one is {progress.trained} of {progress.formed}")
         episodes = self.kept[step].episodes
         if any(episode.state is not DELIVERED for episode in episodes):
-            raise ValueError(f"step {step} is reported trained, but its batch was never taken")
+            raise CallRefused(f"step {step} is reported trained, but its batch was never taken")
         for episode in episodes:
             t.episodes.move(episode, TRAINED)
             t.episodes.forget(episode)
@@ -191,7 +192,7 @@ class Batches:
         """All batches below `step` are in a checkpoint: they will never be trained again."""
         progress = self._progress
         if step > progress.trained:
-            raise ValueError(f"{step} steps are reported committed, but only {progress.trained} are trained")
+            raise CallRefused(f"{step} steps are reported committed, but only {progress.trained} are trained")
         while progress.committed < step:
             episodes = self.kept.pop(progress.committed).episodes
             self._t.out.append(ReleaseBatch(progress.committed, [episode.id for episode in episodes]))
@@ -205,7 +206,7 @@ class Batches:
         """The learner lost what it trained after `step`: those batches are to be trained again, in order."""
         progress = self._progress
         if not progress.committed <= step <= progress.trained:
-            raise ValueError(f"no way back to step {step}: {progress.committed} are committed, {progress.trained} trained")
+            raise CallRefused(f"no way back to step {step}: {progress.committed} are committed, {progress.trained} trained")
         for trained in range(step, progress.trained):
             for episode in self.kept[trained].episodes:
                 self._t.episodes.move(episode, QUEUED)

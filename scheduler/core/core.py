@@ -109,7 +109,7 @@ class SchedulerCore:
     # --- the machine ----------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> Sequence[Command]:
-        """Take in one event. Raises ValueError, with nothing changed, when the learner reports what cannot be.
+        """Take in one event. Raises `CallRefused`, with nothing changed, when the learner reports what cannot be.
 
         For a `DeltaHead`, no command at all means that it was accepted.
         """

@@ -12,6 +12,7 @@ from scheduler.core.commands import Abandon, BeginTransfer, Fatal, UpdateDone
 from scheduler.core.leases import Leases
 from scheduler.core.nodes import Node
 from scheduler.core.tables import Tables
+from scheduler.errors import CallRefused
 from segue.ports.scheduler import Loaded, LoadFailed, Transfer, TransferResult
 from segue.trajectory import NO_VERSION
 
@@ -72,7 +73,7 @@ class Updates:
         versions = self._t.versions
         again = versions.newest != NO_VERSION and versions.step(versions.newest) == step
         if step != trained and not again:
-            raise ValueError(f"weights of step {step} are published, but {trained} steps are trained")
+            raise CallRefused(f"weights of step {step} are published, but {trained} steps are trained")
         self._address = address
         if again:
             return

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 from shell_world import FakeNode, ShellWorld, run
 
 from segue import wire
 from segue.ports import scheduler as port
-from segue.ports.rpc import ask
+from segue.ports.rpc import RemoteError, ask
 
 T = TypeVar("T")
 
@@ -42,6 +43,26 @@ def test_a_suite_may_call_its_tasks_environment_what_it_likes(tmp_path: Path) ->
         world = ShellWorld(tmp_path, task__env="theirs:build", envs=["theirs:build"])
         await world.train(2)
         assert world.metrics.value("segue_episodes_admitted_total", env="theirs:build") >= 8
+
+    run(course)
+
+
+def test_a_mistake_of_the_schedulers_own_is_never_taken_for_a_callers(tmp_path: Path) -> None:
+    """Whatever class it has: the state may be half changed, and the caller would only ask again."""
+
+    async def course() -> None:
+        world = ShellWorld(tmp_path, nodes=0)
+        await world.shell.start()
+
+        def broken() -> None:
+            raise ValueError("zip() argument 2 is shorter than argument 1")
+
+        world.shell.report.export = broken  # type: ignore[method-assign]
+        with pytest.raises(RemoteError, match="zip"):
+            await ask(world.driver, port.GET_STATUS, port.GetStatus(), 10.0)
+        assert world.shell.failed and "ValueError: zip()" in world.shell.stopped
+        del world.shell.report.export
+        await world.shell.stop()
 
     run(course)
 
