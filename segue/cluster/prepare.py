@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import shutil
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +13,7 @@ from envpool.suites import load_suite
 from segue.cluster.devices import with_devices
 from segue.cluster.plan import plan_lines
 from segue.cluster.ports import check_ports
+from segue.cluster.processes import die_with_parent
 from segue.config import Config, load_config, to_toml
 from segue.errors import UserError
 from segue.rundir import CheckpointFolder, RunDir
@@ -49,7 +53,13 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
         print(line, flush=True)
     if checkpoint is not None:
         print(f"  resume    from {checkpoint.path} (step {checkpoint.step})", flush=True)
-    return Prepared(config, run, find_model(config), str(checkpoint.path) if checkpoint else "", attempt)
+    try:
+        model = find_model(config)
+    except BaseException:
+        if not resume:  # nothing is begun, and the name is free for another try
+            shutil.rmtree(run.path)
+        raise
+    return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt)
 
 
 def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:
@@ -124,7 +134,8 @@ def _make_in_child(config: Config) -> Path:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(to_toml(config))
         file.flush()
-        code = subprocess.run([sys.executable, "-m", "segue.cli", "warmstart", file.name], check=False).returncode
+        command = [sys.executable, "-m", "segue.cli", "warmstart", file.name]
+        code = subprocess.run(command, check=False, preexec_fn=functools.partial(die_with_parent, os.getpid())).returncode
     if code == 130:
         raise KeyboardInterrupt
     found = cached(config)

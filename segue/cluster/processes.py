@@ -15,14 +15,26 @@ from pathlib import Path
 
 import psutil
 
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
 
 
 def adopt_orphans(yes: bool = True) -> None:
     """Descendants whose parents die become children of this process, so that none can escape `end_family`."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl failed")
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(yes))
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process, which has no children of its own, as soon as `parent` ends; at once if it has already."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def end_with_parent(parent: int, last: Callable[[], None] = lambda: None) -> None:

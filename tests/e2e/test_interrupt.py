@@ -98,6 +98,20 @@ def test_ctrl_c_before_anything_runs(smoke: Path, tmp_path: Path) -> None:
         command.assert_nothing_left()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_end_during_the_warm_start(smoke: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """The process that makes it ends too; and as nothing was begun, the name of the run is free again."""
+    if "[warmstart]" not in smoke.read_text():
+        pytest.skip("the config has a model")
+    run = tmp_path / "run"
+    with Command("train", smoke, "--run", run, *LONG, env={"SEGUE_CACHE": str(tmp_path)}) as command:
+        command.pid_of("warmstart", within=START_SECONDS)
+        command.signal(number)
+        assert command.wait(END_SECONDS) == (130 if number == signal.SIGINT else -number), command.tails()
+        command.assert_nothing_left(within=10.0)
+    assert run.exists() == (number != signal.SIGINT)
+
+
 def test_ctrl_c_while_the_roles_start(smoke: Path, tmp_path: Path) -> None:
     with Command("train", smoke, "--run", tmp_path / "run", *LONG) as command:
         command.pid_of("ray::RoleActor", within=START_SECONDS)
