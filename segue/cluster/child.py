@@ -48,7 +48,7 @@ class Report:
         self._send({"stopping": True})
 
     def result(self, code: int, part: str = "", sentence: str = "") -> None:
-        """The last word: the exit code, and what to print if the run failed."""
+        """The exit code, and what to print if the run failed; nothing that goes wrong afterwards changes it."""
         self._send({"result": {"exit": code, "part": part, "sentence": sentence}})
 
     def _send(self, report: dict[str, Any]) -> None:
@@ -81,7 +81,10 @@ def command_line(run: RunDir, model: str, attempt: int, resume: str, only_eval: 
 
 
 def run_job(process: str, work: Callable[[Job], int]) -> int:
-    """Do `work` as the process `process`, report how it ended, and return the exit code. It ends with its supervisor."""
+    """Do `work`, which reports its result, as the process `process`; report its failure; return the exit code.
+
+    It ends with its supervisor.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("model")
@@ -99,10 +102,9 @@ def run_job(process: str, work: Callable[[Job], int]) -> int:
         try:
             config = load_config(run.config)
             code = work(Job(run, config, told.model, told.attempt, told.resume, told.only_eval, report, console, scratch))
-            report.result(code)
         except Exception as error:
             failure = failure_of(error, process)
-            log.exception("the run ended")
+            log.exception("the run failed")
             code = 2 if failure.fault == "user" else 1
             report.result(code, failure.error, failure.sentence)
     console.flush()

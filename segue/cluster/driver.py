@@ -116,6 +116,7 @@ class Driver:
             self._report.started()
             self._say(f"all {len(self._actors)} roles run after {loop.time() - began:.1f} s")
             code = await self._course()
+            self._report.result(code)
         finally:
             self._report.stopping()
             await self._stop()

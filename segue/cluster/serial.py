@@ -40,7 +40,9 @@ class Serial:
         try:
             await self._build()
             self._job.report.started()
-            return await self._course()
+            code = await self._course()
+            self._job.report.result(code)
+            return code
         finally:
             await self._stop()
 

@@ -54,15 +54,21 @@ def _short_folder() -> str | None:
     return None if len(os.fsencode(tempfile.gettempdir())) <= 16 else "/tmp"
 
 
+def _command(prepared: Prepared, child: str) -> list[str]:
+    arguments = command_line(prepared.run, prepared.model, prepared.attempt, prepared.resume, prepared.only_eval)
+    return [sys.executable, "-m", f"segue.cluster.{child}", *arguments]
+
+
 class _Watch:
+    """One run under watch. `in_haste`: the user wants it to end at once."""
+
     def __init__(self, prepared: Prepared, serial: bool, quiet: bool, scratch: str) -> None:
         self._config = prepared.config
         self._run = prepared.run
         self._child = "serial" if serial else "driver"
         self._scratch = scratch
-        arguments = command_line(prepared.run, prepared.model, prepared.attempt, prepared.resume, prepared.only_eval)
         self._output = sys.stderr if quiet else None
-        self._command = [sys.executable, "-m", f"segue.cluster.{self._child}", *arguments]
+        self._command = _command(prepared, self._child)
         self.in_haste = False
         self._started = False
         self._stopping = False
@@ -116,8 +122,8 @@ class _Watch:
             elif "started" in report:
                 self._started = True
             elif "stopping" in report:
-                self._stopping = True
-            elif "result" in report:
+                self._on_stopping()
+            elif "result" in report and self._result is None:
                 self._result = report["result"]
 
     def _watch(self, pid: int, part: str, fatal: bool) -> None:
@@ -159,9 +165,14 @@ class _Watch:
         self._driver.send_signal(signal.SIGINT)
         asyncio.get_running_loop().call_later(self._grace(), self._give_up)
 
+    def _on_stopping(self) -> None:
+        self._stopping = True
+        if not self._interrupted:  # an interrupt has a deadline of its own
+            asyncio.get_running_loop().call_later(3 * self._config.cluster.stop_seconds + GRACE_AFTER_DEATH, self._give_up)
+
     def _look_whether_started(self) -> None:
         """The driver has a deadline of its own; this is for one that is stuck, in Ray's start for instance."""
-        if not self._started and self._result is None:
+        if not self._started and not self._stopping:
             self._stuck = True
             self._kill_driver()
 
@@ -190,7 +201,7 @@ class _Watch:
             seconds = self._config.cluster.start_seconds
             raise RunFailed("start", f"The run did not start within cluster.start_seconds = {seconds:g}: see {log}.")
         if self._late:
-            raise RunFailed("driver", f"The run did not stop within {self._grace():g} s and was ended: see {self._run.logs}.")
+            raise RunFailed("driver", f"The run did not stop in time and was ended: see {self._run.logs}.")
         if self._interrupted:
             return 128 + self._signal
         raise RunFailed("driver", f"The {self._child} died ({describe_exit(code)}) and the run with it: see {log}.")

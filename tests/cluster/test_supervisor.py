@@ -1,0 +1,198 @@
+"""The supervisor, with small scripts in the driver's place: what it makes of their reports, their deaths and their silence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import textwrap
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+
+from segue.cluster import supervisor
+from segue.cluster.prepare import Prepared
+from segue.cluster.processes import adopt_orphans
+from segue.cluster.supervisor import watch
+from segue.config import to_toml
+from segue.config.root import resolve
+from segue.errors import RunFailed, UserError
+from segue.rundir import RunDir
+
+pytestmark = pytest.mark.processes
+
+HEAD = """
+import json, os, signal, subprocess, sys, time
+def report(**what): os.write(int(os.environ["SEGUE_REPORT_FD"]), json.dumps(what).encode() + b"\\n")
+def sleeper(): return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+"""
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepared:
+    monkeypatch.setattr(supervisor, "GRACE_AFTER_DEATH", 0.2)
+    config = resolve({"steps": 1, "task": {"env": "latency"}, "model": {"path": "x"}, "cluster": {"stop_seconds": 0.1}}, "a test")
+    run = RunDir.create(tmp_path / "run", to_toml(config))
+    return Prepared(config, run, "x", "", run.begin_attempt(datetime(2026, 1, 1)))
+
+
+def under_watch(prepared: Prepared, script: str, monkeypatch: pytest.MonkeyPatch, *then: str) -> int:
+    """Watch a script; whatever comes of it, nothing is left."""
+    code = "\n".join([HEAD, *map(textwrap.dedent, (script, *then))])
+    monkeypatch.setattr(supervisor, "_command", lambda *_: [sys.executable, "-c", code])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        return watch(prepared, serial=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        adopt_orphans(False)
+        assert not [child for child in psutil.Process().children(recursive=True) if child.name() != "resource_tracker"]
+
+
+RESULT = 'report(result={"exit": %d, "part": "%s", "sentence": "%s"})\n'
+
+
+def test_the_result_is_the_exit_code(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert under_watch(prepared, "report(started=True)\n" + RESULT % (0, "", ""), monkeypatch) == 0
+
+
+def test_a_reported_failure_is_raised_as_it_is(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunFailed, match=r"^It broke\.$") as failed:
+        under_watch(prepared, RESULT % (1, "learner-0", "It broke."), monkeypatch)
+    assert failed.value.part == "learner-0"
+    with pytest.raises(UserError, match=r"^Mend it\.$"):
+        under_watch(prepared, RESULT % (2, "", "Mend it."), monkeypatch)
+
+
+def test_the_first_result_counts(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is done; that stopping fails afterwards does not undo it."""
+    assert under_watch(prepared, RESULT % (0, "", "") + RESULT % (1, "ray", "It would not stop."), monkeypatch) == 0
+
+
+def test_a_driver_that_dies_is_named_with_its_signal_and_log(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunFailed, match=r"The driver died \(signal SIGKILL\)"):
+        under_watch(prepared, 'print("last words", file=sys.stderr, flush=True)\nos.kill(os.getpid(), 9)', monkeypatch)
+    assert "last words" in prepared.run.log_of("driver-0").read_text(), "what it says on stderr is in its log"
+
+
+def test_a_part_that_dies_is_named_though_the_driver_hangs(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = """
+    part = sleeper()
+    report(pid=part.pid, part="Ray's control store (gcs_server)", fatal=True)
+    part.kill(); part.wait()
+    time.sleep(600)
+    """
+    with pytest.raises(RunFailed, match=r"^Ray's control store \(gcs_server\) died and the run cannot go on without it"):
+        under_watch(prepared, script, monkeypatch)
+
+
+def test_the_first_death_is_the_cause_whatever_the_driver_saw_of_it(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = """
+    first, second = sleeper(), sleeper()
+    for process, name in ((first, "raylet"), (second, "learner-0")):
+        report(pid=process.pid, part=name, fatal=True)
+    first.kill(); first.wait(); time.sleep(0.05); second.kill(); second.wait()
+    """
+    with pytest.raises(RunFailed, match=r"^raylet died"):
+        under_watch(prepared, script, monkeypatch, RESULT % (1, "learner-0", "learner-0 died."))
+
+
+def test_deaths_that_may_be_are_no_cause(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a part that can be replaced, and of any while the run stops."""
+    script = """
+    pool, node = sleeper(), sleeper()
+    report(pid=pool.pid, part="envpool-0", fatal=False)
+    report(pid=node.pid, part="rollout-0", fatal=True)
+    pool.kill(); pool.wait()
+    report(stopping=True)
+    time.sleep(0.05)
+    node.kill(); node.wait()
+    """
+    assert under_watch(prepared, script, monkeypatch, RESULT % (0, "", "")) == 0
+
+
+def test_a_start_that_is_stuck_ends(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = prepared.config.cluster.model_copy(update={"start_seconds": 0.1})
+    stuck = Prepared(prepared.config.model_copy(update={"cluster": cluster}), prepared.run, "x", "", 1)
+    with pytest.raises(RunFailed, match=r"did not start within cluster\.start_seconds = 0\.1"):
+        under_watch(stuck, "time.sleep(600)", monkeypatch)
+
+
+def test_a_stop_that_is_stuck_ends(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "report(started=True)\nreport(stopping=True)\ntime.sleep(600)"
+    with pytest.raises(RunFailed, match="did not stop in time and was ended"):
+        under_watch(prepared, script, monkeypatch)
+    assert under_watch(prepared, RESULT % (0, "", "") + script, monkeypatch) == 0, "all was done before"
+
+
+@pytest.mark.parametrize("last", ["", "os.kill(os.getpid(), 9)"])
+def test_what_the_driver_leaves_behind_is_ended(prepared: Prepared, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
+    """Grandchildren in sessions of their own that ignore SIGTERM, with their parents gone."""
+    script = f"""
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    middle = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]], stdout=1, start_new_session=True)"
+    subprocess.run([sys.executable, "-c", middle, stubborn], stdout=subprocess.DEVNULL)
+    report(result={{"exit": 0, "part": "", "sentence": ""}})
+    {last}
+    """
+    assert under_watch(prepared, script, monkeypatch) == 0
+
+
+def test_the_environment_is_ours(prepared: Prepared, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nobody's Ray, a token of this run's own, one thread; and a scratch folder that is gone afterwards."""
+    monkeypatch.setenv("RAY_ADDRESS", "ray://somebody:10001")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    path = tmp_path / "environment.json"
+    script = f"""
+    open(os.environ["SEGUE_SCRATCH"] + "/file", "w").close()
+    json.dump(dict(os.environ), open({str(path)!r}, "w"))
+    """
+    tokens = set()
+    for _ in range(2):
+        assert under_watch(prepared, script, monkeypatch, RESULT % (0, "", "")) == 0
+        environment = json.loads(path.read_text())
+        assert "RAY_ADDRESS" not in environment and environment["RAY_AUTH_MODE"] == "token"
+        assert environment["OMP_NUM_THREADS"] == "1" and environment["SEGUE_SUPERVISOR"] == str(os.getpid())
+        assert not Path(environment["SEGUE_SCRATCH"]).exists()
+        tokens.add(environment["RAY_AUTH_TOKEN"])
+    assert len(tokens) == 2
+
+
+def test_an_interrupt_before_the_start_is_over_ends_at_once(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"os.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(600)"
+    assert under_watch(prepared, script, monkeypatch) == 130
+
+
+def test_an_interrupt_is_passed_on_and_the_second_ends_at_once(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"""
+    passed_on = []
+    signal.signal(signal.SIGINT, lambda *_: passed_on.append(1))
+    report(started=True)
+    time.sleep(0.1)
+    os.kill({os.getpid()}, signal.SIGTERM)
+    while not passed_on: time.sleep(0.01)
+    report(stopping=True)
+    """
+    assert under_watch(prepared, script, monkeypatch, RESULT % (130, "", "")) == 128 + signal.SIGTERM
+    assert under_watch(prepared, script, monkeypatch, f"os.kill({os.getpid()}, signal.SIGINT); time.sleep(600)") == 130
+
+
+def test_a_stop_that_fails_after_an_interrupt_says_so(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"""
+    signal.signal(signal.SIGINT, lambda *_: None)
+    report(started=True)
+    time.sleep(0.1)
+    os.kill({os.getpid()}, signal.SIGINT)
+    """
+    with pytest.raises(RunFailed, match="No checkpoint"):
+        under_watch(prepared, script, monkeypatch, RESULT % (1, "disk", "No checkpoint."))
+
+
+def test_it_needs_no_loop_of_the_callers(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError):
+        asyncio.get_running_loop()
+    assert under_watch(prepared, RESULT % (0, "", ""), monkeypatch) == 0
