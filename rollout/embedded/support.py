@@ -85,6 +85,15 @@ def open_model(path: str, config: Any, dtype: str, device: str) -> torch.nn.Modu
     return opened
 
 
+def meta_tensors(config: Any, dtype: str) -> dict[str, torch.Tensor]:
+    """The named tensors that a model of this config has, on the meta device: names, shapes, dtypes and ties without memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[dtype])
+    model.tie_weights()
+    tensors: dict[str, torch.Tensor] = model.state_dict()
+    return tensors
+
+
 def check_runner(path: str, runner: Runner, dtype: str) -> None:
     """Raises `UserError` if the model computes something else through slots than in a plain forward pass."""
     try:

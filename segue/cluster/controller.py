@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import IO, Any, TypeVar, cast
 
 from envpool.suites import load_suite
@@ -216,8 +216,8 @@ class Controller:
         with contextlib.suppress(RunFailed):
             await self._ask(STOP_RUN, StopRun(reason), 5.0)
 
-    def finish(self, facts: Mapping[str, Facts]) -> dict[str, Any]:
-        """Write summary.json and print the table. `facts` come from every role process."""
+    def finish(self, facts: Mapping[str, Facts], silent: Sequence[str] = ()) -> dict[str, Any]:
+        """Write summary.json and print the table. `facts` come from every role process but those in `silent`."""
         import rich.console
 
         self._lines.close()
@@ -233,7 +233,7 @@ class Controller:
                 metrics={target: samples for fact in facts.values() for target, samples in fact.metrics.items()},
                 states={target: seconds for fact in facts.values() for target, seconds in fact.states.items()},
                 evals=self._evals,
-                notes=self._notes(status),
+                notes=self._notes(silent),
             )
         )
         write_json(self._run.summary, summary)
@@ -241,8 +241,11 @@ class Controller:
         self._say(f"Everything is in {self._run.path}: summary.json, metrics.jsonl, logs/, trajectories/, checkpoints/.")
         return summary
 
-    def _notes(self, status: Mapping[str, Any]) -> list[str]:
-        notes = list(status.get("notes", []))
+    def _notes(self, silent: Sequence[str]) -> list[str]:
+        """What a reader of the figures must know."""
+        notes = [f"{name} gave no figures at the end: sums over its role lack its part." for name in silent]
+        if self._run.attempts() > 1:
+            notes.append("The run was resumed: tokens.generated, prefill, roles and weight_sync are the last attempt's alone.")
         if self._config.staleness.over_age == "train":
             notes.append("staleness.over_age = 'train': tokens above staleness.max_age were trained.")
         return notes

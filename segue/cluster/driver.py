@@ -221,7 +221,8 @@ class Driver:
                 await self._interrupt(course, learned)
                 return 130
             facts = await self._facts()
-            controller.finish(facts)
+            controller.finish(facts, silent=[name for name in self._actors if name not in facts])
+            await controller.stop("the run is done")
             return 0
         except RunFailed as failure:
             await controller.stop(failure.sentence)

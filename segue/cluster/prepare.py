@@ -82,11 +82,6 @@ def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:
 def _check_serial(config: Config) -> None:
     if config.learner.ranks > 1:
         raise UserError(f"--serial runs one learner rank, and learner.ranks = {config.learner.ranks}: add --set learner.ranks=1.")
-    if config.rollout.engine != "embedded":
-        raise UserError(
-            f"--serial runs the embedded engine only, and rollout.engine = {config.rollout.engine!r}: "
-            "add --set rollout.engine=embedded."
-        )
 
 
 def find_model(config: Config) -> str:

@@ -82,6 +82,7 @@ class Serial:
                 return 130
             await course
             controller.finish(self._facts())
+            await controller.stop("the run is done")
             return 0
         except RunFailed as failure:
             await controller.stop(failure.sentence)

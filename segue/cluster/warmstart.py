@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import random
@@ -137,7 +138,7 @@ def recipe_of(config: Config) -> dict[str, Any]:
         "suite": config.task.env,
         "args": args,
         "data": {path: _digest(Path(path)) for path in sorted(set(_strings(args))) if _is_file(path)},
-        "code": {str(path.relative_to(ROOT)): _digest(path) for path in _code(config)},
+        "code": {os.path.relpath(path, ROOT): _digest(path) for path in _code(config)},
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
 
@@ -147,12 +148,13 @@ def _code(config: Config) -> Iterator[Path]:
     from envpool.suites import SUITES, load_suite
 
     yield from (ROOT / path for path in CODE)
-    module = SUITES.get(config.task.env)
-    if module is None:
-        load_suite(config.task.env, config.task.args)  # says that there is none
-        raise AssertionError(f"the suite {config.task.env} has no source")
-    source = ROOT / module.replace(".", "/")
-    yield from sorted(source.rglob("*.py")) if source.is_dir() else [source.with_suffix(".py")]
+    name = config.task.env
+    if name not in SUITES:
+        load_suite(name, config.task.args)  # says so where there is none
+    spec = importlib.util.find_spec(SUITES.get(name, name.partition(":")[0]))
+    assert spec is not None and spec.origin is not None, f"the suite {name} has no source"
+    source = Path(spec.origin)
+    yield from sorted(source.parent.rglob("*.py")) if source.name == "__init__.py" else [source]
 
 
 def _digest(path: Path) -> str:

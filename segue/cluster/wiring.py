@@ -59,14 +59,19 @@ class Host:
     config: Config
     role: Role
     metrics: dict[str, Metrics]
+    clocks: dict[str, Clock] = field(default_factory=dict)
     computes: list[Compute] = field(default_factory=list)
     monitor: LoopMonitor | None = None
     exporters: list[Exporter] = field(default_factory=list)
     log: ProcessLog | None = None
 
     async def start(self) -> None:
+        """Start the role. Its state clocks begin now: a process that is still being set up is neither busy nor idle."""
         if self.monitor is not None:
             self.monitor.start()
+        for target, clock in self.clocks.items():
+            clock.restart()
+            self.metrics[target].attach(clock)
         await self.role.start()
 
     async def stop(self) -> None:
@@ -86,11 +91,8 @@ class Host:
     def facts(self) -> Facts:
         """Metric samples and seconds per state, for every target of this process."""
         metrics = {target: registry.snapshot() for target, registry in self.metrics.items()}
-        return Facts(metrics, {target: clock.seconds() for target, clock in self.clocks().items()}, os.getpid())
-
-    def clocks(self) -> dict[str, Clock]:
-        """The state clock of every target."""
-        return {target: registry.clock for target, registry in self.metrics.items() if registry.clock is not None}
+        states = {target: registry.clock.seconds() for target, registry in self.metrics.items() if registry.clock is not None}
+        return Facts(metrics, states, os.getpid())
 
 
 def config_of(spec: RoleSpec) -> Config:
@@ -134,11 +136,12 @@ def _expose(host: Host) -> None:
     host.monitor = LoopMonitor(registry, tuple(heartbeats))
 
 
-def _metrics(spec: RoleSpec, config: Config, place: Place, role: str = "", rank: str = "") -> Metrics:
+def _metrics(spec: RoleSpec, config: Config, place: Place, role: str = "", rank: str = "", gpus: tuple[str, ...] = ()) -> Metrics:
     return Metrics(
         role or spec.role,
         rank or str(spec.rank),
         envs=(config.task.env,),
+        gpus=gpus,
         build=BuildInfo(git_sha=git_sha(), attempt=place.attempt),
         staleness_bound=config.staleness.max_age,
     )
@@ -160,12 +163,11 @@ def _build_scheduler(spec: RoleSpec, config: Config, place: Place) -> Host:
     tasks = load_suite(config.task.env, config.task.args).tasks("train", config.task.train_tasks, config.seed)
     metrics = _metrics(spec, config, place)
     clock = StateClock(STATES["scheduler"], place.now)
-    metrics.attach(clock)
     compute = place.compute("scheduler-io")
     shell = SchedulerShell(config, Path(spec.run_dir), tasks, metrics, clock, MemoryJournal(), compute)
     if spec.resume:
         shell.restore((Path(spec.resume) / SCHEDULER_CUT).read_bytes())
-    return Host(spec, config, shell, {spec.name: metrics})
+    return Host(spec, config, shell, {spec.name: metrics}, {spec.name: clock})
 
 
 # --- env pool ---------------------------------------------------------------------------------------------------------
@@ -193,13 +195,12 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
 
     if not place.serial:
         torch.set_num_threads(config.rollout.threads)
-    metrics = _metrics(spec, config, place)
+    device = _device(config.rollout.gpus)
+    metrics = _metrics(spec, config, place, gpus=_uuids(device))
     activity = ActivityClock(ROLLOUT_PRECEDENCE, place.now)
-    metrics.attach(activity)
+    sync = f"weightsync-{spec.name}"
     sync_metrics = _sync_metrics(spec, config, place)
     sync_clock = StateClock(STATES["weightsync"], place.now)
-    sync_metrics.attach(sync_clock)
-    device = _device(config.rollout.gpus)
     compute = place.compute("engine")
     tokenizer = open_tokenizer(spec.model_path)
     if tokenizer is None:
@@ -228,17 +229,23 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
         sync_clock=sync_clock,
         host=config.cluster.interface,
     )
-    return Host(spec, config, shell, {spec.name: metrics, f"weightsync-{spec.name}": sync_metrics}, [compute])
+    targets = {spec.name: metrics, sync: sync_metrics}
+    return Host(spec, config, shell, targets, {spec.name: activity, sync: sync_clock}, [compute])
 
 
 def _receiver(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, device: str) -> Any:
+    from rollout.embedded.support import meta_tensors, open_config
     from weightsync.local import LocalReceiver
+    from weightsync.manifest import layout
     from weightsync.receiver import TorchReceiver
 
+    model = open_config(spec.model_path, config.rollout.max_tokens)
+    expected = layout(meta_tensors(model, config.rollout.dtype))
     if place.hub is not None:
-        return LocalReceiver(place.hub, spec.name, metrics, model_name=POLICY)
-    buffers = device if config.weightsync.backend == "nccl" else "cpu"
-    return TorchReceiver(spec.name, config.weightsync.backend, buffers, metrics, model_name=POLICY)
+        return LocalReceiver(place.hub, spec.name, metrics, model_name=POLICY, expected=expected)
+    backend = config.weightsync.backend
+    buffers = device if backend == "nccl" else "cpu"
+    return TorchReceiver(spec.name, backend, buffers, metrics, model_name=POLICY, expected=expected)
 
 
 def _device(gpus: float) -> str:
@@ -247,24 +254,31 @@ def _device(gpus: float) -> str:
     return f"cuda:{torch.cuda.current_device()}" if gpus > 0 and torch.cuda.is_available() else "cpu"
 
 
+def _uuids(device: str) -> tuple[str, ...]:
+    """The UUID of a GPU as its driver and DCGM write it; nothing for a CPU."""
+    import torch
+
+    return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",) if device != "cpu" else ()
+
+
 # --- learner ----------------------------------------------------------------------------------------------------------
 
 
 def _build_learner(spec: RoleSpec, config: Config, place: Place) -> Host:
     from learner.shell import LearnerShell
 
-    metrics = _metrics(spec, config, place)
+    metrics = _metrics(spec, config, place, gpus=_uuids(_device(config.learner.gpus)))
     clock = StateClock(STATES["learner"], place.now)
-    metrics.attach(clock)
     targets = {spec.name: metrics}
+    clocks: dict[str, Clock] = {spec.name: clock}
     sender = None
     if spec.rank == 0:
         from weightsync.gauges import PRECEDENCE
 
         sync_metrics = _sync_metrics(spec, config, place)
         sync_clock = ActivityClock(PRECEDENCE, place.now)
-        sync_metrics.attach(sync_clock)
         targets[f"weightsync-{spec.name}"] = sync_metrics
+        clocks[f"weightsync-{spec.name}"] = sync_clock
         sender = _sender(config, place, sync_metrics, sync_clock)
     shell = LearnerShell(
         config,
@@ -280,7 +294,7 @@ def _build_learner(spec: RoleSpec, config: Config, place: Place) -> Host:
         compute=place.compute("learner") if place.serial else None,
         prefetch=not place.serial,
     )
-    return Host(spec, config, shell, targets)
+    return Host(spec, config, shell, targets, clocks)
 
 
 def _sender(config: Config, place: Place, metrics: Metrics, clock: ActivityClock) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -14,10 +14,8 @@ class RolloutConfig(Section):
 
     nodes: int = Field(2, ge=1)
     """Rollout nodes, a process each."""
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """`embedded` (torch, in the node); `vllm` is not there yet."""
-    engine_args: dict[str, Any] = {}
-    """Arguments of the engine; `embedded` takes none."""
+    engine: Literal["embedded"] = "embedded"
+    """`embedded`: torch, in the node."""
     slots: int = Field(32, ge=1)
     """Sequences decoded at once."""
     max_episodes: int = Field(48, ge=1)

@@ -239,8 +239,6 @@ def _check(config: Config, where: str) -> None:
             f"sets update.drain_seconds = {config.update.drain_seconds:g}, not below update.deadline_seconds = "
             f"{config.update.deadline_seconds:g}, after which a node that still waits is fenced out: lower it."
         )
-    if rollout.engine_args:
-        refuse(f"sets rollout.engine_args, and the {rollout.engine} engine takes none: leave it out.")
     if 0.0 < config.eval.temperature < 1e-3:
         refuse(f"sets eval.temperature = {config.eval.temperature:g}, too cold to sample at: use 0 (greedy) or at least 0.001.")
     if rollout.max_turn_tokens >= rollout.max_tokens:

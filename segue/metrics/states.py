@@ -20,6 +20,10 @@ _NANO = 1_000_000_000
 class Clock(Protocol):
     """What the registry exports: seconds per state so far, and how many activities are in each state now."""
 
+    def restart(self) -> None:
+        """Forget what was measured so far; time counts from now."""
+        ...
+
     def seconds(self) -> dict[str, float]: ...
 
     def current(self) -> dict[str, int]: ...
@@ -50,6 +54,11 @@ class _Ledger:
         for state, count in self._occupied.items():
             if count:
                 self._spent[state] += count * passed
+
+    def restart(self) -> None:
+        with self.lock:
+            self._last = self._read()
+            self._spent = dict.fromkeys(self._spent, 0)
 
     def move(self, source: str, target: str) -> None:
         self.charge()
@@ -105,8 +114,11 @@ class StateClock:
         finally:
             self.enter(before)
 
+    def restart(self) -> None:
+        self._ledger.restart()
+
     def seconds(self) -> dict[str, float]:
-        """Seconds per state up to now; they sum to the time since construction."""
+        """Seconds per state up to now; they sum to the time since construction, or since `restart`."""
         return self._ledger.seconds()
 
     def nanoseconds(self) -> dict[str, int]:
@@ -166,8 +178,11 @@ class ActivityClock:
     def _settle(self) -> None:
         self._clock.enter(next((state for state in self._precedence if self._active[state]), OTHER))
 
+    def restart(self) -> None:
+        self._clock.restart()
+
     def seconds(self) -> dict[str, float]:
-        """Seconds per state up to now; they sum to the time since construction."""
+        """Seconds per state up to now; they sum to the time since construction, or since `restart`."""
         return self._clock.seconds()
 
     def nanoseconds(self) -> dict[str, int]:
@@ -198,6 +213,9 @@ class SlotClock:
 
     def state(self, slot: int) -> str:
         return self._states[slot]
+
+    def restart(self) -> None:
+        self._ledger.restart()
 
     def seconds(self) -> dict[str, float]:
         """Slot seconds per state up to now."""

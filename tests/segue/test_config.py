@@ -64,7 +64,7 @@ def sentence(*overrides: str) -> str:
         (["warmstart.seed=9223372036854775808"], ["warmstart.seed = 9223372036854775808", "less than", "change it"]),
         (["rollout.temperature=1e-4"], ["rollout.temperature = 0.0001", "greater than or equal to 0.001"]),
         (["eval.temperature=1e-4"], ["eval.temperature = 0.0001", "use 0 (greedy) or at least 0.001"]),
-        (["rollout.engine_args={a = 1}"], ["rollout.engine_args", "leave it out"]),
+        (["rollout.engine=vllm"], ["rollout.engine", "'vllm'", "'embedded'"]),
         (
             ["update.inflight=turn", "update.drain_seconds=60"],
             ["update.drain_seconds = 60", "update.deadline_seconds = 60", "lower it"],

@@ -177,3 +177,17 @@ def test_unknown_states_and_unbalanced_ends_are_refused() -> None:
         SlotClock(("a", "b"), 2, time, start="c")
     with pytest.raises(ValueError, match="measures nothing"):
         SlotClock(("a",), 0, time, start="a")
+
+
+def test_a_restarted_clock_forgets_what_was_before() -> None:
+    time = [0.0]
+    clocks = (
+        StateClock(("busy", "other"), lambda: time[0]),
+        ActivityClock(("busy",), lambda: time[0]),
+        SlotClock(("busy", "other"), 2, lambda: time[0], "other"),
+    )
+    time[0] = 5.0
+    for clock in clocks:
+        clock.restart()
+    time[0] = 7.0
+    assert [clock.seconds() for clock in clocks] == [{"busy": 0.0, "other": seconds} for seconds in (2.0, 2.0, 4.0)]

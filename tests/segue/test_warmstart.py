@@ -293,3 +293,14 @@ def test_a_suite_with_few_tasks_is_demonstrated_again() -> None:
     logs = list(demonstrations(few, chat, 600, 0, 1.0))
     prompts = {tuple(log.tokens[: log.segments[0].length].tolist()) for log in logs}
     assert len(logs) == 600 and 100 < len(prompts) <= 190
+
+
+def test_a_suite_of_the_users_own_is_part_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "my_questions.py"
+    module.write_text("from envpool.suites.search_qa import build\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = config().model_dump(mode="json", exclude_none=True)
+    mine = resolve({**data, "task": {"env": "my_questions:build"}}, "test")
+    before = fingerprint(recipe_of(mine))
+    module.write_text("from envpool.suites.search_qa import build  # changed\n")
+    assert fingerprint(recipe_of(mine)) != before
