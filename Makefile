@@ -1,6 +1,9 @@
 # See README.md. Every target makes the environment first if it is missing or out of date.
 PY := .venv/bin/python
 
+# Tests that start no processes share the cores; those that start whole runs come one after the other, since a run fills the machine.
+FAST := -m "not processes and not full" -n logical --maxprocesses 4 --dist loadfile
+
 .PHONY: test test-fast test-full lint env
 env:
 	@./launch.sh --install-only
@@ -11,10 +14,11 @@ lint: env
 	$(PY) -m mypy
 
 test: lint
-	$(PY) -m pytest -m "not full"
+	$(PY) -m pytest $(FAST)
+	$(PY) -m pytest -m "processes and not full"
 
 test-fast: env
-	$(PY) -m pytest -m "not processes and not full"
+	$(PY) -m pytest $(FAST)
 
-test-full: lint
-	$(PY) -m pytest
+test-full: test
+	$(PY) -m pytest -m full
