@@ -3,8 +3,6 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads beside another busy process are far slower
-    "OMP_NUM_THREADS", "1"
-)  # before torch: two intra-op threads beside another busy process are far slower than one
 
 from hypothesis import HealthCheck, settings
 
