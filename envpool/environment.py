@@ -8,7 +8,6 @@ worker process; it never shares random state with other instances, and it is nev
 
 from __future__ import annotations
 
-import enum
 import random
 from collections.abc import Callable, Iterator
 from typing import Literal, Protocol, runtime_checkable
@@ -16,19 +15,11 @@ from typing import Literal, Protocol, runtime_checkable
 import msgspec
 
 from segue.episode import Task, observation_hash
-from segue.ports.envpool import Observation, StepResult
+from segue.ports.envpool import Observation, Resume, StepResult
 
 Split = Literal["train", "eval"]
 Policy = Callable[[Observation], str]
 """A scripted policy: the newest observation in, an action out. It may remember what it saw."""
-
-
-class Resume(enum.StrEnum):
-    """How an environment of a lost attempt is rebuilt: from its snapshot, by replaying its actions, or not at all."""
-
-    SNAPSHOT = "snapshot"
-    REPLAY = "replay"
-    PINNED = "pinned"
 
 
 class DataError(Exception):
@@ -77,6 +68,25 @@ class Timed(Protocol):
         ...
 
 
+@runtime_checkable
+class Keyed(Protocol):
+    """An environment whose steps have effects outside of it (a booking, a mail, a payment), which must not happen twice."""
+
+    def take_key(self, key: str) -> None:
+        """Told before every `step`, replayed ones included: the idempotency key of that step's effects (`effect_key`)."""
+        ...
+
+
+def effect_key(episode: int, turn: int, action: str) -> str:
+    """The idempotency key of what `action` does in a turn of an episode, unique within a run.
+
+    It does not depend on the attempt: one that repeats a turn whose observation was lost, or replays an old one, has the same
+    key, so that the far side can answer without doing it again. Where the action itself was lost and another is sampled in its
+    place, the key is another one too, so that no action gets the answer to a different one.
+    """
+    return f"{episode}.{turn}.{observation_hash([action]):08x}"
+
+
 class SimulatedCrash(Exception):
     """A deferred environment's way to say that here its worker process would have died."""
 
@@ -118,7 +128,10 @@ class Suite(Protocol):
         ...
 
     def make(self, task: Task, member: int, attempt: int = 1) -> Environment:
-        """A fresh instance. `member` may seed what differs inside a group; `attempt` keys effects that must not repeat."""
+        """A fresh instance. `member` may seed what differs inside a group, `attempt` faults that are to be drawn anew.
+
+        Neither keys effects outside of the environment: a later attempt may repeat a turn (`Keyed`).
+        """
         ...
 
     def oracle(self, task: Task) -> Policy:
@@ -153,8 +166,3 @@ def play(environment: Environment, task: Task, policy: Policy, max_turns: int = 
         return Demonstration(prompt, turns)
     finally:
         environment.close()
-
-
-def observation_digest(observation: Observation) -> int:
-    """The hash of an observation that records and replays compare (`segue.episode.observation_hash` over its contents)."""
-    return observation_hash(message.content for message in observation.messages)

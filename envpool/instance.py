@@ -6,10 +6,10 @@ import math
 
 import msgspec
 
-from envpool.environment import DataError, Environment, Resume, SimulatedCrash, Suite, Timed
+from envpool.environment import DataError, Environment, Keyed, SimulatedCrash, Suite, Timed
 from envpool.messages import Act, Acted, Call, Dispose, Disposed, Made, Make, Observed, Raised, Reply, Reset, RestoreTo
 from segue.episode import FailureClass
-from segue.ports.envpool import Observation, StepResult
+from segue.ports.envpool import Observation, Resume, StepResult
 
 DETAIL_CHARACTERS = 500
 
@@ -24,6 +24,7 @@ class Instance:
         self._defer = defer
         self._environment: Environment | None = None
         self._timed: Timed | None = None
+        self._keyed: Keyed | None = None
 
     def perform(self, call: Call) -> Reply:
         """Do what is asked, on the caller's thread. Raises only `SimulatedCrash`."""
@@ -45,6 +46,8 @@ class Instance:
             return self._dispose(call)
         if isinstance(call, Make):
             self._environment = self._suite.make(call.task, call.member, call.attempt)
+            if isinstance(self._environment, Keyed):
+                self._keyed = self._environment
             if self._defer and isinstance(self._environment, Timed):
                 self._timed = self._environment
                 self._timed.defer()
@@ -52,6 +55,8 @@ class Instance:
         environment = self._environment
         assert environment is not None, "an instance is made before it is used"
         if isinstance(call, Act):
+            if self._keyed is not None:
+                self._keyed.take_key(call.key)
             result = _checked_result(environment.step(call.action))
             return Acted(call.instance, call.call, result, self._snapshot() if call.snapshot else None)
         if isinstance(call, RestoreTo):

@@ -20,7 +20,7 @@ import msgspec
 
 from envpool.commands import CLASS_OF, Command, Fault, KillReason, Reason, Send
 from envpool.deadlines import Deadlines
-from envpool.environment import Resume, observation_digest
+from envpool.environment import effect_key
 from envpool.messages import (
     Act,
     Acted,
@@ -42,7 +42,7 @@ from envpool.seats import SeatPhase, Seats
 from envpool.slots import Slots, SlotState
 from segue.episode import Task
 from segue.metrics import Metrics, SlotClock
-from segue.ports.envpool import RESET_STEP, Create, Created, EnvReply, Observation, Stepped
+from segue.ports.envpool import RESET_STEP, Create, Created, EnvReply, Observation, Resume, Stepped, observation_digest
 
 REMEMBERED_TASKS = 1 << 12
 
@@ -95,7 +95,8 @@ class Instances:
     def act(self, now: float, instance: Instance, action: str) -> None:
         """Take the next step; the instance is idle."""
         assert instance.phase == Phase.IDLE, instance.phase
-        self._ask(now, instance, Phase.STEPPING, lambda number, call: Act(number, call, action))
+        key = effect_key(instance.create.episode, instance.next_step, action)
+        self._ask(now, instance, Phase.STEPPING, lambda number, call: Act(number, call, action, key))
 
     def abandon(self, now: float, instance: Instance) -> None:
         """Nobody wants the instance any more: close it, when the call that runs has returned if there is one."""
@@ -234,7 +235,7 @@ class Instances:
             self._stepped(now, instance, body)
 
     def _made(self, now: float, instance: Instance, body: Made) -> None:
-        instance.resume = body.resume
+        instance.resume = Resume(body.resume)
         restore = instance.create.restore
         if restore is not None and restore.snapshot is not None and body.resume == Resume.SNAPSHOT:
             snapshot = restore.snapshot
@@ -261,7 +262,8 @@ class Instances:
             return
         action = restore.replay[instance.replayed].action
         last = instance.replayed + 1 == len(restore.replay)
-        self._ask(now, instance, Phase.REPLAYING, lambda number, call: Act(number, call, action, last))
+        key = effect_key(instance.create.episode, instance.next_step, action)
+        self._ask(now, instance, Phase.REPLAYING, lambda number, call: Act(number, call, action, key, last))
 
     def _replayed(self, now: float, instance: Instance, body: Acted) -> None:
         restore = instance.create.restore
@@ -279,7 +281,8 @@ class Instances:
         self._metrics.observe("segue_env_reset_seconds", seconds, env=self._env)
         create = instance.create
         instance.create = msgspec.structs.replace(create, restore=None)  # its bytes are not needed any more
-        self._rest(now, instance, RESET_STEP, Created(create.episode, create.attempt, observation, snapshot, seconds))
+        reply = Created(create.episode, create.attempt, observation, snapshot, seconds, instance.resume)
+        self._rest(now, instance, RESET_STEP, reply)
 
     def _stepped(self, now: float, instance: Instance, body: Acted) -> None:
         seconds = now - instance.called

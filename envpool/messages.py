@@ -54,11 +54,12 @@ class RestoreTo(msgspec.Struct, frozen=True, tag=True):
 
 
 class Act(msgspec.Struct, frozen=True, tag=True):
-    """One step. `snapshot`: whether one is wanted after it."""
+    """One step. `key`: of its effects (`envpool.environment.effect_key`). `snapshot`: whether one is wanted after it."""
 
     instance: int
     call: int
     action: str
+    key: str = ""
     snapshot: bool = True
 
 
@@ -92,7 +93,7 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
-    """Answer to `Make`: how the instance can be rebuilt (`envpool.environment.Resume`)."""
+    """Answer to `Make`: how the instance can be rebuilt (`segue.ports.envpool.Resume`)."""
 
     instance: int
     call: int

@@ -9,8 +9,7 @@ from typing import Protocol
 import msgspec
 
 from envpool.commands import KillReason, Reason
-from envpool.environment import Resume
-from segue.ports.envpool import RESET_STEP, Create, EnvReply
+from segue.ports.envpool import RESET_STEP, Create, EnvReply, Resume
 
 
 class PoolLimits(msgspec.Struct, frozen=True):
@@ -74,7 +73,7 @@ class Instance:
     slot: int = -1
     call: int = 0
     called: float = 0.0
-    resume: str = Resume.PINNED
+    resume: Resume = Resume.PINNED
     replayed: int = 0
     next_step: int = 0
     wanted: bool = True

@@ -17,13 +17,9 @@ template are special; written in data they are ordinary text (mostly unknown wor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-from segue.errors import UserError
+from transformers import PreTrainedTokenizerFast
 
 UNKNOWN, PAD, END = "<|unk|>", "<|pad|>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -84,12 +80,3 @@ def build_tokenizer(vocabulary: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in a Hugging Face folder (or of that name). Raises `UserError` if there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(str(path))
-    except Exception as error:  # transformers, tokenizers and json each raise classes of their own
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-        raise UserError(f"The tokenizer of {path} cannot be loaded ({line}): name another model in model.path.") from error

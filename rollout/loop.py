@@ -27,11 +27,11 @@ from rollout.log import BadLog, Budget, EpisodeLog, Phase, Piece
 from rollout.straddle import Straddle
 from segue.clock import now
 from segue.config.rollout import RolloutConfig
-from segue.episode import DeltaBody, FailureClass, Outcome, TurnRecord, observation_hash
+from segue.episode import DeltaBody, FailureClass, Outcome, TurnRecord
 from segue.errors import UserError
 from segue.metrics import ActivityClock, Metrics
 from segue.ports.engine import Chunk, Engine, EngineDead, FinishReason, GenerateRequest
-from segue.ports.envpool import RESET_STEP, Create, Created, Observation, Step
+from segue.ports.envpool import RESET_STEP, Create, Created, Observation, Resume, Step, observation_digest
 from segue.ports.scheduler import Fail, Finish, Lease, NodeEvent, Parked, Paused, Resumed, SliceUsed
 from segue.trajectory import Author, context
 
@@ -89,6 +89,7 @@ class EpisodeLoop:
         """The id of the request that the engine has, if any."""
         self.dropped = ""
         self._parking = False
+        self._pinned = False
         self._wall_over = False
         self._cut = ""
         self._signal: asyncio.Future[None] | None = None
@@ -106,14 +107,20 @@ class EpisodeLoop:
         self._interrupt()
 
     def park(self) -> None:
-        """Let go of the episode as soon as nothing is lost by it."""
-        self._parking = True
-        self._interrupt()
+        """Let go of the episode as soon as nothing is lost by it. One that cannot be taken up again stays and goes on."""
+        if self._movable:
+            self._parking = True
+            self._interrupt()
 
     def extend(self, slice_tokens: int) -> None:
         """Another slice."""
         self._slice += slice_tokens
         self._slice_told = False
+
+    @property
+    def _movable(self) -> bool:
+        """Whether a later lease can go on with the episode: an environment that can only be reset may not have taken a step."""
+        return not self._pinned or self.log.turn < 1
 
     @property
     def unsent(self) -> int:
@@ -167,8 +174,9 @@ class EpisodeLoop:
                 if phase is Phase.OVER:
                     assert self.log.outcome is not None
                     return self._finish(self.log.outcome)
-                if self._parking:
+                if self._parking and self._movable:
                     break
+                self._parking = False  # the order came during the first step of an environment that is pinned
                 if phase is Phase.STEP:
                     await self._step()
                 elif self._wall_over or self._seconds() >= self._host.config.wall_seconds:
@@ -184,6 +192,7 @@ class EpisodeLoop:
         lease = self.lease
         request = Create(lease.episode, lease.attempt, lease.task, lease.member, self.log.environment())
         created = await self._wait_env(self._host.env.create(request), parkable=True)
+        self._pinned = created.resume is Resume.PINNED
         if self.log.phase is Phase.RESET:
             self._write_prompt(created)
 
@@ -201,7 +210,7 @@ class EpisodeLoop:
             terminated=False,
             truncated=False,
             action="",
-            observation_hash=_digest(created.observation),
+            observation_hash=observation_digest(created.observation),
             snapshot=created.snapshot,
             info={},
             stop=created.observation.stop,
@@ -305,7 +314,7 @@ class EpisodeLoop:
             self._cut = self._cut or "stop_string"
             if self.request is not None and chunk.finish is None:
                 host.abort(self, self.request)
-        if self._lease_sampled >= self._slice and not self._slice_told:
+        if self._lease_sampled >= self._slice and not self._slice_told and not self._pinned:  # what cannot be parked says nothing
             self._slice_told = True
             self._emit(SliceUsed(*self.key), False)
         if len(self._piece) >= PIECE_TOKENS and chunk.finish is None and not self._cut:
@@ -355,7 +364,7 @@ class EpisodeLoop:
             terminated=result.terminated,
             truncated=result.truncated and not result.terminated,
             action=action,
-            observation_hash=_digest(observation),
+            observation_hash=observation_digest(observation),
             snapshot=snapshot,
             info=result.info,
             stop=observation.stop,
@@ -433,7 +442,3 @@ class EpisodeLoop:
         with self._host.activity.doing("wait_env"):
             await self._wait(future, parkable)
         return future.result()
-
-
-def _digest(observation: Observation) -> int:
-    return observation_hash(message.content for message in observation.messages)

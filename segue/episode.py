@@ -113,7 +113,7 @@ class EpisodeSnapshot(msgspec.Struct, frozen=True):
     """All that another node needs to go on with an episode, addressed by (episode, turn).
 
     `deltas` are the accepted delta payloads in order (encoded DeltaBody); `next_seq` continues their numbering;
-    `seconds` is the wall time already used; `wall_paused` is not counted in it.
+    `seconds` is the wall time already used, waits for weights left out.
     """
 
     turn: int = -1

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from envpool.args import parse_args
-from envpool.environment import Demonstration, Environment, Policy, Resume, SimulatedCrash, Split, play
+from envpool.environment import Demonstration, Environment, Policy, SimulatedCrash, Split, play
 from segue.episode import Task
 from segue.errors import UserError
-from segue.ports.envpool import ChatMessage, Observation, StepResult
+from segue.ports.envpool import ChatMessage, Observation, Resume, StepResult
 
 # fmt: off
 WORDS = [

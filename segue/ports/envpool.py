@@ -7,16 +7,28 @@ the stored reply; a reply that its asker no longer expects is refused there and 
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import msgspec
 
-from segue.episode import ActionRecord, Task
+from segue.episode import ActionRecord, Task, observation_hash
 from segue.ports.rpc import Done, Rpc
 from segue.wire import Message
 
 RESET_STEP = -1
 """The step number of a create (reset) in requests, replies and turn records."""
+
+
+class Resume(enum.StrEnum):
+    """How an environment of a lost attempt is rebuilt: from its snapshot, by replaying its actions, or not at all.
+
+    What is PINNED lives in its worker only: once it has taken a step, its episode cannot leave the node that has it.
+    """
+
+    SNAPSHOT = "snapshot"
+    REPLAY = "replay"
+    PINNED = "pinned"
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
@@ -35,6 +47,11 @@ class Observation(msgspec.Struct, frozen=True):
     messages: list[ChatMessage]
     tools: list[dict[str, Any]] = []
     stop: list[str] = []
+
+
+def observation_digest(observation: Observation) -> int:
+    """The hash of an observation that records and replays compare (`segue.episode.observation_hash` over its contents)."""
+    return observation_hash(message.content for message in observation.messages)
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -93,13 +110,17 @@ EnvRequest = Create | Step | Accepted | Close
 
 
 class Created(msgspec.Struct, frozen=True, tag=True):
-    """The instance is ready. After a restore `observation` is that of the last replayed or restored turn."""
+    """The instance is ready. After a restore `observation` is that of the last replayed or restored turn.
+
+    `resume`: whether, and how, the episode can go on elsewhere.
+    """
 
     episode: int
     attempt: int
     observation: Observation
     snapshot: bytes | None
     seconds: float
+    resume: Resume
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):

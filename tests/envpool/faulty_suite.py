@@ -94,11 +94,12 @@ def misbehave(how: str) -> str:
 
 
 class Faulty:
-    """Counts its steps; ends after "end"."""
+    """Counts its steps; ends after "end". Notes the keys of its steps' effects in `keys`."""
 
-    def __init__(self, args: FaultyArgs) -> None:
+    def __init__(self, args: FaultyArgs, keys: list[str]) -> None:
         self.resume: Any = args.resume
         self._args = args
+        self._keys = keys
         self._said: list[str] = []
         misbehave(args.make)
 
@@ -120,6 +121,9 @@ class Faulty:
         said = misbehave(action)
         self._said.append(action)
         return StepResult(_observation(f"{len(self._said)}: {said}"), float(len(self._said)), action == "end", False)
+
+    def take_key(self, key: str) -> None:
+        self._keys.append(key)
 
     def snapshot(self) -> bytes:
         if self._said and self._said[-1].startswith("big "):
@@ -145,12 +149,13 @@ class FaultySuite:
 
     def __init__(self, args: FaultyArgs) -> None:
         self.args = args
+        self.keys: list[str] = []
 
     def tasks(self, split: Split, n: int, seed: int) -> list[Task]:
         return [Task(f"{split} {seed} {i}", self.name, i) for i in range(n)]
 
     def make(self, task: Task, member: int, attempt: int = 1) -> Environment:
-        return Faulty(self.args)
+        return Faulty(self.args, self.keys)
 
     def oracle(self, task: Task) -> Policy:
         return lambda _: "end"

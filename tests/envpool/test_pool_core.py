@@ -7,10 +7,9 @@ import pytest
 from core_harness import Table
 from faulty_suite import FaultyArgs, FaultySuite
 
-from envpool.environment import observation_digest
 from envpool.messages import Act, Acted, Dispose, Make
 from segue.episode import ActionRecord, Task
-from segue.ports.envpool import Close, Create, Created, EnvFailed, Restore, Step, Stepped
+from segue.ports.envpool import Close, Create, Created, EnvFailed, Restore, Resume, Step, Stepped, observation_digest
 
 
 def running(table: Table, *episodes: int) -> None:
@@ -416,7 +415,45 @@ def test_a_pinned_environment_says_that_it_cannot_be_rebuilt() -> None:
     assert table.reply().reason == "not_resumable"
     table.create(1, attempt=3, restore=Restore(None, -1, []))
     table.work()
-    assert isinstance(table.reply(), Created), "nothing had happened yet: a reset is as good"
+    created = table.reply()
+    assert isinstance(created, Created), "nothing had happened yet: a reset is as good"
+
+
+@pytest.mark.parametrize("resume", list(Resume))
+def test_created_says_how_the_environment_can_be_rebuilt(resume: Resume) -> None:
+    table = Table(FaultySuite(FaultyArgs(resume=resume)))
+    table.create(1)
+    table.work()
+    assert table.reply().resume is resume
+
+
+def test_effects_have_the_same_key_in_every_attempt() -> None:
+    """A later attempt replays old turns, and runs one again whose observation was lost: they are the effects they were."""
+    suite = FaultySuite(FaultyArgs(resume="replay"))
+    table = Table(suite)
+    records, _ = _played(table, ["a", "b"])
+    first = list(suite.keys)
+    table.create(1, attempt=2, restore=Restore(None, -1, records[:1]))
+    table.work()
+    table.step(1, 1, "b", attempt=2)  # its observation had been lost
+    table.work()
+    assert isinstance(table.taken()[-1], Stepped)
+    assert suite.keys[2:] == first and len(set(first)) == 2
+
+
+def test_no_action_has_the_key_of_another() -> None:
+    """Another turn, another episode; and an action that was sampled in place of one that was lost."""
+    suite = FaultySuite(FaultyArgs(resume="replay"))
+    table = Table(suite)
+    running(table, 1, 2)
+    for episode, attempt, step, action in ((1, 1, 0, "a"), (1, 1, 1, "a"), (2, 1, 0, "a")):
+        table.step(episode, step, action, attempt)
+        table.work()
+    table.create(1, attempt=2)
+    table.work()
+    table.step(1, 0, "b", attempt=2)
+    table.work()
+    assert len(suite.keys) == len(set(suite.keys)) == 4
 
 
 def test_members_of_a_group_must_see_the_same_first_observation() -> None:

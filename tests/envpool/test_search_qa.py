@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from envpool.environment import DataError, observation_digest, play
+from envpool.environment import DataError, play
 from envpool.suites import load_suite
 from envpool.suites.search_qa import SearchQASuite, build
 from envpool.suites.search_qa.environment import CHAIN
@@ -19,7 +19,7 @@ from envpool.suites.search_qa.tasks import pair_split
 from envpool.suites.search_qa.teacher import good_probability
 from segue.episode import Task
 from segue.errors import UserError
-from segue.ports.envpool import Observation
+from segue.ports.envpool import Observation, observation_digest
 
 BLIND_LIMIT = 0.05
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import pytest
 from pool_harness import FAULTY, Node, WatchedShell, a_task, make_config, running
 
-from envpool.environment import observation_digest
 from envpool.inprocess import InProcessWorkers
 from envpool.suites import load_suite
 from envpool.suites.latency import LatencyEnvironment
@@ -31,6 +30,7 @@ from segue.ports.envpool import (
     Restore,
     Step,
     Stepped,
+    observation_digest,
 )
 from segue.ports.rpc import PeerLost, PeerTimeout, RemoteError, ask
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from envpool.environment import Environment, Resume, Suite, observation_digest, play
+from envpool.environment import Environment, Suite, play
 from envpool.suites import SUITES, load_suite
 from segue.episode import Task
-from segue.ports.envpool import Observation, StepResult
+from segue.ports.envpool import Observation, Resume, StepResult, observation_digest
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("search_qa", {}),

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from pool_harness import FAULTY, PATIENCE, Node, a_task, make_config, running
 
-from envpool.environment import observation_digest, play
+from envpool.environment import play
 from envpool.suites import load_suite
 from segue.episode import ActionRecord
 from segue.errors import RunFailed, UserError
-from segue.ports.envpool import Create, Created, EnvFailed, Restore, Step, Stepped
+from segue.ports.envpool import Create, Created, EnvFailed, Restore, Step, Stepped, observation_digest
 
 pytestmark = pytest.mark.processes
 

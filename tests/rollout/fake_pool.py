@@ -22,6 +22,7 @@ from segue.ports.envpool import (
     EnvReply,
     EnvSubmit,
     Observation,
+    Resume,
     Step,
     Stepped,
     StepResult,
@@ -57,8 +58,11 @@ class Talk:
 class FakePool:
     """One env pool: instances by (episode, attempt), stored replies, snapshots every `snapshot_every` turns."""
 
-    def __init__(self, name: str = "envpool-0", latency: float = 0.05, snapshot_every: int = 1) -> None:
-        self.name, self.latency, self.snapshot_every = name, latency, snapshot_every
+    def __init__(
+        self, name: str = "envpool-0", latency: float = 0.05, snapshot_every: int = 1, resume: Resume = Resume.SNAPSHOT
+    ) -> None:
+        self.name, self.latency, self.resume = name, latency, resume
+        self.snapshot_every = snapshot_every if resume is Resume.SNAPSHOT else 0
         self.service = Service()
         self.service.add(ENV_SUBMIT, self._submit)
         self.nodes: dict[str, Peer] = {}
@@ -106,6 +110,8 @@ class FakePool:
         talk = self.instances[key] = Talk(request.task)
         observation = talk.reset()
         if request.restore is not None:
+            if self.resume is Resume.PINNED and request.restore.replay:
+                return EnvFailed(*key, RESET_STEP, "infra", "not_resumable", "it is pinned")
             if request.restore.snapshot is not None:
                 talk.history = [str(a) for a in msgpack.unpackb(request.restore.snapshot)]
                 assert len(talk.history) == request.restore.snapshot_turn + 1
@@ -114,7 +120,7 @@ class FakePool:
                 if observation_hash(m.content for m in observation.messages) != record.observation_hash:
                     return EnvFailed(*key, RESET_STEP, "env", "replay_mismatch", "another observation")
             observation = Observation(observation.messages)  # only a reset says what completes an action
-        return Created(*key, observation, self._snapshot(talk), 0.0)
+        return Created(*key, observation, self._snapshot(talk), 0.0, self.resume)
 
     def _snapshot(self, talk: Talk) -> bytes | None:
         every = self.snapshot_every

@@ -12,6 +12,7 @@ from node_world import World, config, renderer, run, until
 from segue.clock import now
 from segue.episode import Task
 from segue.ports.engine import EngineDead, GenerateRequest
+from segue.ports.envpool import Resume
 from segue.ports.rpc import ask
 from segue.ports.scheduler import NODE_STATUS, ORDERS, Drop, Extend, Finish, GetStatus, Orders, Parked, ParkOrder, SliceUsed, Stop
 
@@ -74,6 +75,37 @@ def test_a_park_waits_for_a_running_step_so_that_no_step_runs_twice() -> None:
             assert [s for _, _, s in w.pool.steps] == [0, 1, 2]
 
     run(main())
+
+
+@pytest.mark.parametrize("at", [0.55 + 0.05 * i for i in range(12)])
+def test_an_episode_whose_environment_is_pinned_is_never_let_go_of_once_it_has_taken_a_step(at: float) -> None:
+    """Parked it could only begin anew: every token of it would be lost, and long episodes more often than short ones."""
+
+    async def main() -> None:
+        async with World(resume=Resume.PINNED) as w:
+            await w.lease(0, task=TASK)
+            await asyncio.sleep(at - 0.55)
+            stepped = len(w.pool.steps)
+            await w.scheduler.push(w.node.name, ParkOrder(0, 1))
+            record = await w.scheduler.until(0, lambda r: not r.leased)
+            assert stepped == 0 or not record.parked
+            if record.parked:
+                assert w.pool.steps == [], "only a reset was lost"
+                await w.lease(0)
+            assert (await w.scheduler.finished(0)).fails == []
+            assert [s for _, _, s in w.pool.steps] == [0, 1, 2]
+
+    run(main())
+
+
+def test_an_episode_that_cannot_be_parked_does_not_say_that_its_slice_is_used_up() -> None:
+    async def main(resume: Resume) -> int:
+        async with World(config(rollout={"max_turn_tokens": 40}), policy=endless, resume=resume) as w:
+            await w.lease(0, task=TASK, slice_tokens=10)
+            await w.scheduler.finished(0)
+            return w.scheduler.events.count(SliceUsed(0, 1))
+
+    assert [run(main(resume)) for resume in Resume] == [1, 1, 0]
 
 
 def test_an_order_for_an_attempt_the_node_does_not_have() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from envpool.environment import DataError, Resume
+from envpool.environment import DataError
 from envpool.suites.search_qa.actions import FORMS, TOOLS, Malformed, parse_action
 from envpool.suites.search_qa.calculator import CalculatorError, calculate
 from envpool.suites.search_qa.retriever import Retriever
 from envpool.suites.search_qa.verifier import matches, normalise
 from segue.episode import Task
-from segue.ports.envpool import ChatMessage, Observation, StepResult
+from segue.ports.envpool import ChatMessage, Observation, Resume, StepResult
 
 CHAIN = 4
 """Actions that a question needs: two look-ups, a calculation, the answer."""
