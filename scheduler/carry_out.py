@@ -6,7 +6,6 @@ journal.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Thunk = Callable[[], None]
-SEND_PAUSE_SECONDS = 1.0
-"""A learner that cannot be asked to send is not asked again at once: if it died, the driver will say so first."""
 
 
 def sampling_seed(run_seed: int, purpose: str, group: int, member: int) -> int:
@@ -153,7 +150,6 @@ class CarryOut:
             reason = "timeout" if isinstance(error, PeerTimeout) else "lost" if isinstance(error, PeerError) else "error"
             shell.core.tables.tally.count("rpc_failures", reason)
             log.warning("the learner was not reached for transfer %d: %s", transfer.transfer, error)
-            await asyncio.sleep(SEND_PAUSE_SECONDS)
             await shell.send_failed(transfer.transfer, f"the learner did not take the request ({error})")
 
     def _abandon(self, abandon: c.Abandon) -> Thunk:

@@ -38,6 +38,7 @@ from scheduler.core.intake import Intake
 from scheduler.core.leases import LEASE, PROGRESS, Leases
 from scheduler.core.parking import Parking
 from scheduler.core.progress import Progress
+from scheduler.core.rests import REST
 from scheduler.core.tables import Tables
 from scheduler.core.updates import ROUND, Updates
 from segue.config import Config
@@ -55,7 +56,6 @@ from segue.ports.scheduler import (
     SliceUsed,
     TransferResult,
 )
-from segue.trajectory import NO_VERSION
 
 NODES = "nodes"
 
@@ -134,6 +134,8 @@ class SchedulerCore:
                 self.failures.rested(int(key))
             elif kind == ROUND:
                 self.updates.expired(int(key), now)
+            elif kind == REST:
+                self.updates.rested(str(key))
             else:
                 assert kind == NODES
                 self._alone()
@@ -173,10 +175,10 @@ class SchedulerCore:
     def _standing(self, now: float) -> None:
         """A node came, went or loaded, or a version was published."""
         t = self.tables
-        t.waiting.everywhere = t.nodes.oldest()
+        t.waiting.everywhere = min(t.nodes.oldest(), self.updates.oldest_coming())
         self.updates.advance(now)
         if self._sync:
-            held = t.versions.newest == NO_VERSION or not t.nodes.all_run(t.versions.newest)
+            held = not self.updates.complete()
             t.room = t.room or (self.admission.held and not held)
             self.admission.held = held
         if len(t.nodes) or t.stopped:

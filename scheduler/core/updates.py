@@ -1,34 +1,52 @@
-"""Bringing new weights to the nodes: one broadcast at a time, always of the newest version.
+"""Bringing new weights to the nodes: one broadcast at a time to those that have weights, always of the newest version.
 
-weights ready → choose nodes (all that are behind, or a rolling share of them; nodes without weights always) → one transfer
-for the sender and these nodes → each node reports `Loaded`, or is fenced when the deadline passes → the next round, if nodes
-are behind. Versions published meanwhile wait; only the newest of them is ever sent. A transfer that fails is abandoned, the
-members it names are fenced, and the next round begins at once with who is left, under a new transfer and group id.
+weights ready → choose nodes (all that are behind, or a rolling share of them) → one transfer for the sender and these nodes →
+each node reports `Loaded`, or is fenced when the deadline passes → the next round, if nodes are behind. Versions published
+meanwhile wait; only the newest of them is ever sent. A transfer that fails is abandoned, the members it names are fenced, and
+the next round begins with who is left, under a new transfer and group id.
+
+Nodes without weights have rounds of their own, beside that one: a join that hangs holds up nobody's update. What fails again and
+again is tried after ever longer pauses: a node that was fenced over its weights or whose joins fail, and a broadcast that
+brought nobody forward; the latter ends the run after some attempts.
 """
 
 from __future__ import annotations
 
-from scheduler.core.commands import Abandon, BeginTransfer, Fatal, UpdateDone
+from scheduler.core.commands import Abandon, BeginTransfer, Fatal, UpdateDone, Warn
 from scheduler.core.leases import Leases
 from scheduler.core.nodes import Node
+from scheduler.core.rests import Rests
 from scheduler.core.tables import Tables
 from scheduler.errors import CallRefused
 from segue.ports.scheduler import Loaded, LoadFailed, Transfer, TransferResult
 from segue.trajectory import NO_VERSION
 
 ROUND = "round"
+MAX_JOINS = 4
+"""Rounds of joining nodes at a time; who joins meanwhile comes along together in the next one."""
 MAX_LOAD_FAILURES = 3
 """A node that failed to load so many times in a row is fenced: its process starts anew or stays out."""
 MAX_BARREN = 5
-"""So many rounds in a row that brought nobody forward, with nobody on the newest weights, end the run."""
+"""So many rounds in a row that brought nobody forward end the run, if nobody has the newest weights or nobody is to blame."""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+"""Before the next attempt after a first failure, and at most. A learner that died is noticed before `MAX_BARREN` attempts."""
+WARN_FAILURES = 3
+"""A node that failed so many times in a row is worth a warning."""
+UPDATE = ""
+"""Key of the rests between updates; the others are names of nodes."""
 
 
 class Round:
-    """One transfer: `expecting` have yet to load, `failed` could not and wait for the sender's word on why."""
+    """One transfer: `expecting` have yet to load, `failed` could not and wait for the sender's word on why.
 
-    def __init__(self, transfer: Transfer, members: list[Node], now: float) -> None:
+    In a `joining` round the members had no weights, in a `first` one nobody had.
+    """
+
+    def __init__(self, transfer: Transfer, members: list[Node], joining: bool, first: bool, now: float) -> None:
         self.transfer = transfer
         self.members = members
+        self.joining = joining
+        self.first = first
         self.expecting = {node.name: node for node in members}
         self.failed: list[Node] = []
         self.loaded: list[str] = []
@@ -39,7 +57,7 @@ class Round:
 
 
 class Updates:
-    """The update in progress, and the figures of those that are over."""
+    """The updates in progress by transfer id, and the figures of those that are over."""
 
     def __init__(self, tables: Tables, leases: Leases) -> None:
         config = tables.config
@@ -51,9 +69,11 @@ class Updates:
         self._closes = config.update.inflight == "episode"
         self._address = ""
         self._groups: dict[tuple[tuple[str, int], ...], int] = {}
+        self._rests = Rests(tables.timers, PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
         self.next_transfer = 1
-        self.round: Round | None = None
+        self.rounds: dict[int, Round] = {}
         self.barren = 0
+        self._blameless = 0
         self.figures = {
             "updates": 0.0,
             "bytes": 0.0,
@@ -88,25 +108,47 @@ class Updates:
         self._t.meter.operations += len(nodes)
         return [node for node in nodes if node.version != newest]
 
+    def complete(self) -> bool:
+        """Every node that had weights runs the newest ones; at first, every node that was there to be given any."""
+        if self._t.versions.newest == NO_VERSION:
+            return False
+        first = {transfer for transfer, round in self.rounds.items() if round.first}
+        return not any(node.version != NO_VERSION or node.update in first for node in self.behind())
+
+    def oldest_coming(self) -> int:
+        """The oldest version that a node may yet load: one that joins may be brought an older one than the others run by then."""
+        return min((round.transfer.version for round in self.rounds.values()), default=self._t.versions.next_id)
+
     # --- rounds ---------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Begin the next round if none is running and nodes are behind."""
-        if self.round is not None or self._t.stopped:
+        """Begin the rounds that can begin: the next update, if none is running and nodes are behind, and joins beside it."""
+        t = self._t
+        updating = any(not round.joining for round in self.rounds.values()) or UPDATE in self._rests
+        joins = sum(round.joining for round in self.rounds.values())
+        if t.stopped or (updating and (joins >= MAX_JOINS or not t.nodes.running[NO_VERSION])):
             return
-        behind = self.behind()
-        if behind:
-            self._begin(self._choose(behind), now)
+        behind = [node for node in self.behind() if node.update is None]
+        running = [node for node in behind if node.version != NO_VERSION]
+        joining = [node for node in behind if node.version == NO_VERSION and node.name not in self._rests]
+        if running and not updating:
+            self._begin(self._choose(running), False, now)
+        if joining and joins < MAX_JOINS:
+            self._begin(joining, True, now)
+
+    def rested(self, key: str) -> None:
+        """A pause is over."""
+        self._rests.over(key)
+        self._t.standing = True
 
     def _choose(self, behind: list[Node]) -> list[Node]:
-        """All, or the share that is furthest behind; nodes without weights hold nothing up and always come along."""
-        running = sorted((n for n in behind if n.version != NO_VERSION), key=lambda n: (n.version, n.name))
+        """All, or the share that is furthest behind."""
         share = max(1, int(self._rolling * len(self._t.nodes) + 1e-9))
-        chosen = [n for n in behind if n.version == NO_VERSION] + running[:share]
-        return sorted(chosen, key=lambda n: n.name)
+        return sorted(behind, key=lambda n: (n.version, n.name))[:share]
 
-    def _begin(self, members: list[Node], now: float) -> None:
+    def _begin(self, members: list[Node], joining: bool, now: float) -> None:
         t = self._t
+        members = sorted(members, key=lambda node: node.name)
         version = t.versions.newest
         transfer = Transfer(
             version=version,
@@ -118,7 +160,8 @@ class Updates:
             deadline_seconds=self._transfer_deadline,
         )
         self.next_transfer += 1
-        self.round = Round(transfer, members, now)
+        first = joining and t.nodes.running[NO_VERSION] == len(t.nodes)
+        self.rounds[transfer.transfer] = Round(transfer, members, joining, first, now)
         for node in members:
             node.update = transfer.transfer
             node.closed = self._closes
@@ -137,7 +180,7 @@ class Updates:
     # --- what members and sender report ---------------------------------------------------------------------------------
 
     def loaded(self, node: Node, report: Loaded, now: float) -> int:
-        """The node's engine runs the version of this round. How many others still load (0 if the report does not count)."""
+        """The node's engine runs the version of its round. How many others still load (0 if the report does not count)."""
         round = self._of(node, report.update)
         if round is None or report.version != round.transfer.version:
             self._t.tally.count("refused", "unexpected")
@@ -146,6 +189,7 @@ class Updates:
         round.loaded.append(node.name)
         self._t.nodes.loaded(node, report.version)
         node.load_failures = 0
+        self._rests.succeeded(node.name)
         self._open(node)
         figures = self.figures
         figures["loads"] += 1
@@ -153,7 +197,7 @@ class Updates:
         figures["drain_seconds"] += report.drain_seconds
         figures["pause_seconds"] += report.pause_seconds
         self._t.standing = self._t.room = True
-        self._end_if_over(now)
+        self._end_if_over(round, now)
         return len(round.expecting)
 
     def load_failed(self, node: Node, report: LoadFailed, now: float) -> None:
@@ -164,18 +208,18 @@ class Updates:
             return
         round.reason = f"{node.name}: {report.reason}"
         if report.fatal:
-            self._leases.fence(node, "load_failed", now)
+            self._fence(node, "load_failed", round.reason, now)
             return
         del round.expecting[node.name]
         round.failed.append(node)
         if round.sent:
             self._settle_failed(round, now)
-        self._end_if_over(now)
+        self._end_if_over(round, now)
 
     def result(self, result: TransferResult, now: float) -> None:
         """The sender's word on the transfer."""
-        round = self.round
-        if round is None or round.transfer.transfer != result.transfer or round.sent:
+        round = self.rounds.get(result.transfer)
+        if round is None or round.sent:
             self._t.tally.count("refused", "unexpected")
             return
         if not result.ok:
@@ -187,48 +231,48 @@ class Updates:
         figures["gather_seconds"] += result.gather_seconds
         figures["transfer_seconds"] += result.transfer_seconds
         round.sent = True
+        self._blameless = 0
         self._settle_failed(round, now)
-        self._end_if_over(now)
+        self._end_if_over(round, now)
 
     def send_failed(self, transfer: int, reason: str, now: float) -> None:
         """The sender could not be reached."""
-        if self.round is None or self.round.transfer.transfer != transfer:
+        round = self.rounds.get(transfer)
+        if round is None or round.sent:
             self._t.tally.count("refused", "unexpected")
         else:
-            self._failed(self.round, [], reason, now)
+            self._failed(round, [], reason, now)
 
     def left(self, node: Node, now: float) -> None:
         """The node's session ended."""
-        round = self.round
-        if round is None or node not in round.members:
-            return
-        round.left.add(node.name)
-        round.expecting.pop(node.name, None)
-        if node in round.failed:
-            round.failed.remove(node)
-        self._end_if_over(now)
+        for round in [round for round in self.rounds.values() if node in round.members]:
+            round.left.add(node.name)
+            round.expecting.pop(node.name, None)
+            if node in round.failed:
+                round.failed.remove(node)
+            self._end_if_over(round, now)
 
     def expired(self, transfer: int, now: float) -> None:
         """The deadline of a round: who has not loaded by now is fenced, and the others go on."""
-        round = self.round
-        if round is None or round.transfer.transfer != transfer:
+        round = self.rounds.get(transfer)
+        if round is None:
             return
         for node in list(round.expecting.values()):
             round.reason = round.reason or f"{node.name} did not load within {self._deadline:g} s"
-            self._leases.fence(node, "update_deadline", now)
+            self._fence(node, "update_deadline", round.reason, now)
         if not round.sent:
             self._t.tally.count("transfers_unanswered")
             self._forget_group(round)
             round.sent = True
             self._settle_failed(round, now)
-        self._end_if_over(now)
+        self._end_if_over(round, now)
 
     # --- inside ---------------------------------------------------------------------------------------------------------
 
     def _of(self, node: Node, update: int) -> Round | None:
         """The round in which this node's report counts."""
-        round = self.round
-        if round is None or round.transfer.transfer != update or node.update != update or node.name not in round.expecting:
+        round = self.rounds.get(update)
+        if round is None or node.update != update or node.name not in round.expecting:
             return None
         return round
 
@@ -238,6 +282,22 @@ class Updates:
         node.closed = False
         self._leases.offer(node)
 
+    def _fence(self, node: Node, reason: str, why: str, now: float) -> None:
+        self._leases.fence(node, reason, now)
+        self._rest(node, why, now)
+
+    def _rest(self, node: Node, why: str, now: float) -> None:
+        """The node's next attempt to get weights waits, the longer the more have failed."""
+        t = self._t
+        failures = self._rests.failed(node.name, now)
+        if failures == WARN_FAILURES and t.nodes.running[NO_VERSION] < len(t.nodes):
+            t.out.append(
+                Warn(
+                    f"{node.name} could not be given weights {failures} times in a row ({why}): it is tried again ever more "
+                    f"rarely, every {LONGEST_PAUSE_SECONDS:g} s in the end; the other nodes go on without it."
+                )
+            )
+
     def _settle_failed(self, round: Round, now: float) -> None:
         """Weights arrived and yet these did not load: they try again, some times."""
         for node in round.failed:
@@ -245,7 +305,7 @@ class Updates:
             node.load_failures += 1
             self._t.tally.count("load_failures")
             if node.load_failures >= MAX_LOAD_FAILURES:
-                self._leases.fence(node, "load_failed", now)
+                self._fence(node, "load_failed", round.reason, now)
             else:
                 self._open(node)
         round.failed = []
@@ -254,65 +314,74 @@ class Updates:
         """The broadcast broke: fence who is missing; the others discard what they have and start again."""
         t = self._t
         t.tally.count("transfers_failed")
-        t.timers.disarm(ROUND, round.transfer.transfer)
         self._forget_group(round)
         round.reason = reason
-        fenced = 0
-        for node in round.members:
-            if not node.alive:
-                continue
-            if node.name in missing and node.update == round.transfer.transfer:
-                fenced += 1
-                self._leases.fence(node, "update_deadline", now)
-            elif node.update == round.transfer.transfer:
-                t.out.append(Abandon(node.name, node.session, round.transfer.transfer, reason))
-                self._open(node)
-        self.round = None
-        self._lift_quotas()
-        survivors = any(node.alive for node in round.members)
-        self._judge(round, forward=bool(round.loaded) or (fenced > 0 and survivors))
+        fenced, survivors = 0, [node for node in round.members if node.alive and node.update == round.transfer.transfer]
+        for node in [node for node in survivors if node.name in missing]:
+            fenced += 1
+            survivors.remove(node)
+            self._fence(node, "update_deadline", reason, now)
+        for node in survivors:
+            t.out.append(Abandon(node.name, node.session, round.transfer.transfer, reason))
+            self._open(node)
+            if round.joining and not (fenced or round.loaded):
+                self._rest(node, reason, now)
+        some_left = any(node.alive for node in round.members)
+        self._close(round)
+        self._blameless = 0 if fenced else self._blameless + 1
+        self._judge(round, bool(round.loaded) or (fenced > 0 and some_left), now)
 
-    def _lift_quotas(self) -> None:
-        """Nobody loads any more for whom a share of admission would be kept."""
-        for node in self._t.sharing:
-            node.quota = None
-        self._t.sharing.clear()
-        self._t.room = True
+    def _close(self, round: Round) -> None:
+        del self.rounds[round.transfer.transfer]
+        self._t.timers.disarm(ROUND, round.transfer.transfer)
+        self._lift_quotas(round)
+
+    def _lift_quotas(self, round: Round) -> None:
+        """Nobody of this round loads any more for whom a share of admission would be kept."""
+        t = self._t
+        for node in t.sharing:
+            if node in round.members:
+                node.quota = None
+        t.sharing = [node for node in t.sharing if node.quota is not None]
+        t.room = True
 
     def _forget_group(self, round: Round) -> None:
         self._groups = {key: group for key, group in self._groups.items() if group != round.transfer.group}
 
-    def _end_if_over(self, now: float) -> None:
-        round = self.round
-        if round is None or round.expecting:
+    def _end_if_over(self, round: Round, now: float) -> None:
+        if round.transfer.transfer not in self.rounds or round.expecting:
             return
-        self._lift_quotas()
+        self._lift_quotas(round)
         if round.failed or not round.sent:
             return
-        t = self._t
-        t.timers.disarm(ROUND, round.transfer.transfer)
-        self.round = None
-        t.standing = True
+        self._close(round)
         if round.loaded:
             self.figures["updates"] += 1
             seconds = now - round.began_at
-            t.out.append(
+            self._t.out.append(
                 UpdateDone(round.transfer.version, round.transfer.step, sorted(round.loaded), sorted(round.left), seconds)
             )
-        self._judge(round, forward=bool(round.loaded))
+        self._judge(round, bool(round.loaded), now)
 
-    def _judge(self, round: Round, forward: bool) -> None:
-        """Rounds that bring nobody forward must not repeat for ever."""
+    def _judge(self, round: Round, forward: bool, now: float) -> None:
+        """Rounds that bring nobody forward must not repeat for ever, nor at once."""
         t = self._t
         t.standing = True
+        if round.joining and not round.first:
+            return  # who joins a running training has pauses of its own, and the others go on
         self.barren = 0 if forward else self.barren + 1
+        if forward:
+            self._rests.succeeded(UPDATE)
+        elif not round.joining:
+            self._rests.failed(UPDATE, now)
+        if self.barren < MAX_BARREN:
+            return
         newest = t.versions.newest
-        if self.barren >= MAX_BARREN and not any(node.version == newest for node in t.nodes):
-            version = round.transfer.version
-            why = round.reason or "no node was left"
-            t.out.append(
-                Fatal(
-                    "weightsync",
-                    f"Version {version} (step {round.transfer.step}) reached no rollout node in {self.barren} attempts: {why}.",
-                )
-            )
+        version, why = f"Version {round.transfer.version} (step {round.transfer.step})", round.reason or "no node was left"
+        if not any(node.version == newest for node in t.nodes):
+            what = f"{version} reached no rollout node in {self.barren} attempts"
+        elif self._blameless >= MAX_BARREN:
+            what = f"{version} could not be sent to {', '.join(round.transfer.members)} in {self.barren} attempts"
+        else:
+            return
+        t.out.append(Fatal("weightsync", f"{what}: {why}."))

@@ -105,7 +105,7 @@ class World:
         self.handed_out: list[str] = []
         self.nodes: dict[str, ModelNode] = {}
         self.sessions: dict[str, int] = {}
-        self.sending: Transfer | None = None
+        self.transfers: list[Transfer] = []
         self.steps: dict[int, int] = {}
         self.logs: dict[int, list[LogEntry]] = {}
         self.finishes: dict[int, Finish] = {}
@@ -209,8 +209,14 @@ class World:
     def _on_forget(self, forget: c.Forget) -> None:
         self.logs[forget.episode] = []
 
+    @property
+    def sending(self) -> Transfer | None:
+        """The oldest transfer that the sender has not answered for."""
+        return self.transfers[0] if self.transfers else None
+
     def _on_begintransfer(self, begin: c.BeginTransfer) -> None:
-        self.sending = begin.transfer
+        waited_for = self.core.updates.rounds
+        self.transfers = [one for one in self.transfers if one.transfer in waited_for] + [begin.transfer]
         assert begin.transfer.version == self.core.tables.versions.newest
         for name, session in begin.nodes:
             node = self._session(name, session)
@@ -356,7 +362,7 @@ class World:
 
     def sent(self, ok: bool = True, missing: list[str] | None = None) -> None:
         assert self.sending is not None
-        transfer, self.sending = self.sending, None
+        transfer = self.transfers.pop(0)
         reason = "" if ok else "a member is missing"
         self.send(TransferResult(transfer.version, transfer.transfer, ok, missing or [], reason, 100, 0.1, 0.2))
 
@@ -409,7 +415,7 @@ class World:
         self.core = SchedulerCore(self.config, self.task_count, self.extra)
         self.core.restore(self.cut, lives.tables.versions.next_id)
         self.nodes.clear()
-        self.sending = None
+        self.transfers.clear()
         self.wanted_tasks = 0
         for record in (self.logs, self.history, self.finishes, self.groups, self.member_of, self.started_on):
             record.clear()
@@ -493,7 +499,7 @@ class World:
         """Free places are filled as long as somebody may take them (F47, F50)."""
         core = self.core
         kept = [node for node in core.tables.nodes if node.quota is not None]
-        assert not kept or (core.updates.round is not None and core.updates.round.expecting), "shares are kept for somebody"
+        assert not kept or any(round.expecting for round in core.updates.rounds.values()), "shares are kept for somebody"
         for node in core.tables.nodes:
             if node.serving and node.has_room:
                 assert not any(episode.floor <= node.version for episode in waiting)

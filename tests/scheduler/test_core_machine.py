@@ -246,9 +246,8 @@ class Course(RuleBasedStateMachine):
     @precondition(stable)
     @rule()
     def sender_unreachable(self) -> None:
-        transfer, self.world.sending = self.world.sending, None
-        if transfer is not None:
-            self.world.send(e.SendFailed(transfer.transfer, "no answer"))
+        if self.world.transfers:
+            self.world.send(e.SendFailed(self.world.transfers.pop(0).transfer, "no answer"))
 
     # --- learner --------------------------------------------------------------------------------------------------------
 

@@ -140,6 +140,8 @@ def test_a_broken_process_group_is_never_used_again() -> None:
     world.publish()
     before = world.sending
     world.sent(ok=False, missing=[])
+    assert world.sending is None, "not at once: nobody was to blame, and it may fail again as fast"
+    world.rest(1.0)
     after = world.sending
     assert before is not None and after is not None
     assert after.members == before.members and after.group != before.group
@@ -160,7 +162,7 @@ def test_f35_a_node_that_misses_the_deadline_is_fenced_and_the_update_goes_on() 
     assert [node.name for node in world.nodes.values() if node.fenced] == ["rollout-1"]
     assert world.tally("fenced", "update_deadline") == 1
     assert world.tally("attempts_failed", "infra", "fenced") == len(held)
-    assert world.core.updates.round is None
+    assert not world.core.updates.rounds
     world.drain(2)
 
 
@@ -170,7 +172,7 @@ def test_a_sender_that_never_answers_is_given_up_at_the_deadline() -> None:
     pass_time(world, 11)
     assert all(node.fenced for node in world.nodes.values())
     assert world.tally("transfers_unanswered") == 1
-    world.sending = None
+    world.transfers.clear()
     world.drain(1)
 
 
@@ -181,8 +183,8 @@ def test_a_result_that_was_lost_does_not_hold_up_what_was_loaded() -> None:
     assert world.nodes["rollout-0"].leases, "the node serves at once"
     pass_time(world, 11)
     assert not world.nodes["rollout-0"].fenced
-    assert world.core.updates.round is None
-    world.sending = None
+    assert not world.core.updates.rounds
+    world.transfers.clear()
     world.drain(2)
 
 
@@ -213,6 +215,7 @@ def test_a_node_that_cannot_load_tries_again_and_is_fenced_after_three_times() -
     for _ in range(2):
         world.load_fails(bad)
         assert not bad.fenced and bad.leases is not None
+        world.rest(2.0)
         assert members(world) == ["rollout-1"]
         world.sent()
     world.load_fails(bad)
@@ -228,7 +231,7 @@ def test_a_node_left_without_weights_is_fenced_at_once() -> None:
     assert world.nodes["rollout-1"].fenced
     world.sent()
     world.load(world.nodes["rollout-0"])
-    assert world.core.updates.round is None
+    assert not world.core.updates.rounds
 
 
 def test_a_load_that_failed_with_its_transfer_is_not_held_against_the_node() -> None:
@@ -242,14 +245,176 @@ def test_a_load_that_failed_with_its_transfer_is_not_held_against_the_node() -> 
     assert world.nodes["rollout-0"].version == 0
 
 
+def failing_rounds(world: World) -> tuple[int, list[float]]:
+    """Let every transfer fail at once with nobody to blame, until the run ends: how many there were, and the pauses between."""
+    attempts, pauses = 0, [0.0]
+    while not world.fatals:
+        if world.sending is None:
+            pause = world.now
+            world.rest(0.25)
+            pauses[-1] += world.now - pause
+            continue
+        world.sent(ok=False, missing=[])
+        attempts += 1
+        pauses.append(0.0)
+        assert attempts <= 20
+    return attempts, pauses[1:-1]
+
+
 def test_weights_that_reach_nobody_end_the_run_with_the_reason() -> None:
     world = world_of(1)
     world.publish()
-    for _ in range(5):
-        assert not world.fatals
-        world.sent(ok=False, missing=[])
+    assert failing_rounds(world) == (5, [1.0, 2.0, 4.0, 8.0]), "ever longer pauses, and not for ever"
     (fatal,) = world.fatals
     assert fatal.part == "weightsync" and "a member is missing" in fatal.sentence and "5 attempts" in fatal.sentence
+
+
+def test_transfers_that_fail_with_nobody_to_blame_end_the_run_though_others_have_the_weights() -> None:
+    world = world_of(2)
+    world.update_all()
+    world.drain(1)
+    world.publish()
+    world.load(world.nodes["rollout-0"])
+    world.sent(ok=False, missing=[])
+    assert world.nodes["rollout-0"].version == 1
+    attempts, pauses = failing_rounds(world)
+    assert attempts <= 6 and pauses == sorted(pauses) and pauses[-1] >= 8.0
+    assert "could not be sent to rollout-1 in 5 attempts: a member is missing" in world.fatals[0].sentence
+
+
+def test_a_transfer_that_succeeds_ends_the_pauses() -> None:
+    world = world_of(1)
+    world.publish()
+    for pause in (1.0, 2.0):
+        world.sent(ok=False, missing=[])
+        world.rest(pause)
+    world.settle_updates()
+    world.drain(1)
+    world.publish()
+    world.sent(ok=False, missing=[])
+    world.rest(0.75)
+    assert world.sending is None
+    world.rest(0.25)
+    assert world.sending is not None, "the first pause again"
+
+
+# --- joins beside updates ---------------------------------------------------------------------------------------------
+
+
+def test_a_join_that_hangs_does_not_hold_up_the_updates_of_the_others() -> None:
+    world = world_of(2, update__deadline_seconds=60.0)
+    world.update_all()
+    world.join("rollout-2", 4)
+    hanging = world.sending
+    assert hanging is not None and hanging.members == ["rollout-2"]
+    for version in (1, 2, 3):
+        world.one_step()
+        world.publish()
+        (_, update) = world.transfers
+        assert (update.version, update.members) == (version, ["rollout-0", "rollout-1"])
+        world.transfers.remove(update)
+        world.send(TransferResult(version, update.transfer, True, [], "", 100, 0.1, 0.2))
+        for name in update.members:
+            world.load(world.nodes[name])
+        pass_time(world, 5)
+    assert not world.nodes["rollout-2"].fenced
+    pass_time(world, 46)
+    assert world.nodes["rollout-2"].fenced and not world.nodes["rollout-0"].fenced and not world.nodes["rollout-1"].fenced
+    assert world.tally("fenced", "update_deadline") == 1 and not world.fatals
+
+
+def test_an_update_that_runs_does_not_hold_up_a_join() -> None:
+    world = world_of(1)
+    world.update_all()
+    world.one_step()
+    world.publish()
+    late = world.join("rollout-1", 4)
+    assert [transfer.members for transfer in world.transfers] == [["rollout-0"], ["rollout-1"]]
+    world.load(late)
+    assert late.leases, "it serves while the other still loads"
+
+
+def test_who_joins_with_older_weights_than_the_others_run_by_then_gets_nothing_that_needs_newer_ones() -> None:
+    world = World(make_config(mode="sync", rollout__max_episodes=1))
+    world.join("rollout-0", 1)
+    world.send(e.TrainingOpened(1000))
+    world.update_all()
+    late = world.join("rollout-1", 1)
+    world.one_step()
+    world.publish()
+    world.transfers.reverse()
+    world.sent()
+    world.load(world.nodes["rollout-0"])
+    assert world.core.tables.waiting.count and late.update is not None
+    world.load(late)
+    assert late.version == 0 and not late.leases
+    world.drain(3)
+
+
+def test_joins_that_hang_do_not_hold_up_another() -> None:
+    """There are few at a time; whoever finds no place comes along in the next, together."""
+    world = world_of(1, update__deadline_seconds=10.0)
+    world.update_all()
+    nodes = [world.join(f"rollout-{i}", 4) for i in range(1, 7)]
+    assert [transfer.members for transfer in world.transfers] == [[node.name] for node in nodes[:4]]
+    world.transfers.pop()
+    world.send(TransferResult(0, nodes[3].update[0] if nodes[3].update else 0, True, [], "", 100, 0.1, 0.2))
+    world.load(nodes[3])
+    assert [transfer.members for transfer in world.transfers][3:] == [["rollout-5", "rollout-6"]]
+
+
+def test_a_node_that_fails_again_and_again_is_tried_after_ever_longer_pauses() -> None:
+    world = world_of(1, update__deadline_seconds=10.0)
+    world.update_all()
+    pauses = []
+    for _ in range(8):
+        node = world.join("rollout-1", 4)
+        began = world.now
+        while node.update is None:
+            pass_time(world, 1)
+        pauses.append(world.now - began)
+        pass_time(world, 11)
+        assert node.fenced
+    assert pauses == [0.0, 0.0, 1.0, 3.0, 7.0, 15.0, 31.0, 59.0], "the pauses count from the failure, a second before"
+    assert [line for line in world.warnings if "rollout-1 could not be given weights 3 times in a row" in line]
+    assert not world.fatals, "the others go on without it"
+    node = world.join("rollout-1", 4)
+    while node.update is None:
+        pass_time(world, 1)
+    world.load(node)
+    assert node.leases
+    node = world.join("rollout-1", 4)
+    assert node.update is not None, "once it has loaded, all is forgotten"
+
+
+def test_a_join_that_fails_with_nobody_to_blame_is_no_reason_to_end_the_run() -> None:
+    world = world_of(1)
+    world.update_all()
+    node = world.join("rollout-1", 4)
+    for attempt in range(10):
+        while node.update is None:
+            pass_time(world, 1)
+        assert world.sending is not None and world.sending.members == ["rollout-1"]
+        world.sent(ok=False, missing=[])
+        assert node.update is None, f"attempt {attempt} is followed by a pause"
+    assert not world.fatals and len([line for line in world.warnings if "rollout-1" in line]) == 1
+    world.drain(2)
+
+
+def test_in_sync_mode_a_node_that_joins_does_not_hold_up_admission() -> None:
+    world = World(make_config(mode="sync"))
+    world.join("rollout-0", 4)
+    world.send(e.TrainingOpened(1000))
+    world.update_all()
+    world.join("rollout-1", 4)
+    for step in (1, 2):
+        world.one_step()
+        world.publish()
+        update = world.transfers.pop()
+        assert update.members == ["rollout-0"]
+        world.send(TransferResult(step, update.transfer, True, [], "", 100, 0.1, 0.2))
+        world.load(world.nodes["rollout-0"])
+        assert world.nodes["rollout-0"].leases
 
 
 def test_reports_of_an_update_that_is_over_change_nothing() -> None:
