@@ -8,6 +8,20 @@ from rollout.chat import ChatRenderer
 from segue.ports.envpool import ChatMessage
 
 
+def fit_observation(renderer: ChatRenderer, messages: Sequence[ChatMessage], *, room: int, most: int, action: int) -> list[int]:
+    """The ids of an observation that fits into `room` tokens of context and is at most `most` long (0: no such bound).
+
+    It is whole if that leaves room to sample, else cut so that a whole action (`action` tokens) still fits. Where not even the
+    note of the cut would fit, the ids fill the room: the episode is out of tokens.
+    """
+    most = most or room
+    ids = renderer.delta(messages)
+    if len(ids) <= min(most, room - 1):
+        return ids
+    cut = fit_delta(renderer, messages, min(most, room - action))
+    return cut if cut is not None else ids[: max(room, 0)]
+
+
 def fit_delta(renderer: ChatRenderer, messages: Sequence[ChatMessage], limit: int) -> list[int] | None:
     """Ids of `renderer.delta(messages)` in at most `limit` tokens; None if even the note of a cut does not fit.
 

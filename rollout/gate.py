@@ -14,6 +14,8 @@ from __future__ import annotations
 import asyncio
 import enum
 
+from segue.clock import now
+
 
 class Level(enum.IntEnum):
     OPEN = 0
@@ -37,13 +39,24 @@ class Gate:
         self.level = Level.CLOSED
         self.running = 0
         self.episodes = 0
+        self._closed = 0.0
+        self._closed_at: float | None = None
         self._changed: asyncio.Future[None] | None = None
 
     def set(self, level: Level) -> None:
         """Change the level; whoever waits looks again."""
-        if level != self.level:
-            self.level = level
-            self._notify()
+        if level == self.level:
+            return
+        if self._closed_at is not None:
+            self._closed += now() - self._closed_at
+        self._closed_at = now() if level is Level.CLOSED else None
+        self.level = level
+        self._notify()
+
+    @property
+    def closed_seconds(self) -> float:
+        """Seconds that it has been closed, the time before it first opened left out: as long the engine was paused."""
+        return self._closed + (now() - self._closed_at if self._closed_at is not None else 0.0)
 
     def admits(self, passage: Passage) -> bool:
         return int(self.level) <= int(passage)

@@ -16,15 +16,17 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rollout.chat import ChatRenderer
 from rollout.envclient import EnvCallFailed, EnvClient
-from rollout.fit import fit_delta
+from rollout.fit import fit_observation
 from rollout.gate import Gate, Passage
+from rollout.interrupts import Dropped, Interrupts, Parking
 from rollout.ledger import EpisodeKv, Ledger
 from rollout.log import BadLog, Budget, EpisodeLog, Phase, Piece
 from rollout.straddle import Straddle
+from rollout.wall import WallTime
 from segue.clock import now
 from segue.config.rollout import RolloutConfig
 from segue.episode import DeltaBody, FailureClass, Outcome, TurnRecord
@@ -40,14 +42,6 @@ PIECE_TOKENS = 2048
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class Dropped(Exception):
-    """The attempt was told to stop: nothing of it is sent any more."""
-
-
-class _Parking(Exception):
-    """A wait that a park order may end was ended by one."""
 
 
 @dataclass(frozen=True)
@@ -87,30 +81,30 @@ class EpisodeLoop:
         self._generating = 0.0
         self.request: str | None = None
         """The id of the request that the engine has, if any."""
-        self.dropped = ""
-        self._parking = False
+        self._orders = Interrupts(self._abort)
         self._pinned = False
         self._wall_over = False
         self._cut = ""
-        self._signal: asyncio.Future[None] | None = None
         self._slice = lease.slice_tokens or math.inf
         self._slice_told = False
         self._lease_sampled = 0
-        self._started = 0.0
-        self._excused = 0.0
+        self._wall: WallTime  # begins with `run`
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
+    @property
+    def dropped(self) -> str:
+        """Why the attempt was told to stop; "" if it was not."""
+        return self._orders.dropped
+
     def drop(self, reason: str) -> None:
         """Stop and discard."""
-        self.dropped = self.dropped or reason
-        self._interrupt()
+        self._orders.drop(reason)
 
     def park(self) -> None:
         """Let go of the episode as soon as nothing is lost by it. One that cannot be taken up again stays and goes on."""
         if self._movable:
-            self._parking = True
-            self._interrupt()
+            self._orders.park()
 
     def extend(self, slice_tokens: int) -> None:
         """Another slice."""
@@ -127,17 +121,15 @@ class EpisodeLoop:
         """Tokens sampled that no delta holds yet."""
         return len(self._piece)
 
-    def _interrupt(self) -> None:
-        if self._signal is not None and not self._signal.done():
-            self._signal.set_result(None)
+    def _abort(self) -> None:
         if self.request is not None:
             self._host.abort(self, self.request)
 
     # --- the episode ------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Raises `EngineDead`; every other failure is the episode's own, and an event."""
-        self._started = now()
+        """Raises `EngineDead`, and `AssertionError` for a mistake of ours; every other failure is the episode's: an event."""
+        self._wall = WallTime(self._host.config.wall_seconds, self.lease.snapshot.seconds, self._host.gate)
         try:
             await self._play()
         except Dropped:
@@ -146,6 +138,10 @@ class EpisodeLoop:
         except EngineDead as error:
             self._fail(FailureClass.INFRA, "engine_dead", error)
             raise
+        except AssertionError as error:  # what the code takes for granted is not so: no other attempt can be trusted either
+            self._fail(FailureClass.INFRA, "internal_error", error)
+            where = f"episode {self.lease.episode}, attempt {self.lease.attempt}"
+            raise AssertionError(f"{where}: {error}" if str(error) else where) from error
         except EnvCallFailed as error:
             self._fail(error.failure, error.reason, error)
         except BadLog as error:
@@ -169,23 +165,23 @@ class EpisodeLoop:
             if self.log.phase is not Phase.OVER:
                 await self._open_environment()
             while True:
-                self._check_dropped()
+                self._orders.check()
                 phase = self.log.phase
                 if phase is Phase.OVER:
                     assert self.log.outcome is not None
                     return self._finish(self.log.outcome)
-                if self._parking and self._movable:
+                if self._orders.parking and self._movable:
                     break
-                self._parking = False  # the order came during the first step of an environment that is pinned
+                self._orders.parking = False  # the order came during the first step of an environment that is pinned
                 if phase is Phase.STEP:
                     await self._step()
-                elif self._wall_over or self._seconds() >= self._host.config.wall_seconds:
+                elif self._wall_over or self._wall.over:
                     return self._finish(Outcome.TRUNCATED_WALL)
                 else:
                     await self._generate()
-        except _Parking:
+        except Parking:
             pass
-        return self._emit(Parked(*self.key, self.log.next_seq, self._seconds()), True)
+        return self._emit(Parked(*self.key, self.log.next_seq, self._wall.seconds), True)
 
     async def _open_environment(self) -> None:
         """Build the environment where the log says it was; the first time, write the prompt."""
@@ -255,43 +251,40 @@ class EpisodeLoop:
 
     async def _pass_gate(self) -> None:
         """Wait until a request may start. Waiting for weights is not charged to the episode's wall time."""
-        gate, began = self._host.gate, now()
+        gate = self._host.gate
         passage = Passage.LEASE if not self._entered else Passage.CONTINUE if self.log.action else Passage.TURN
-        try:
+        with self._wall.excused():
             while not gate.admits(passage):
-                await self._wait(gate.changed(), parkable=True)
-        finally:
-            self._excused += now() - began
+                await self._orders.wait(gate.changed(), parkable=True)
 
     async def _stream(self, request: GenerateRequest) -> FinishReason:
         """Take the request's chunks as they come. Nothing may be awaited between the gate and the engine."""
         host = self._host
         self.request, self._cut = request.id, ""
         watch = Straddle(host.renderer, self.log.action, self.log.stop)
-        left = max(0.0, host.config.wall_seconds - self._seconds())
-        timer = asyncio.get_running_loop().call_later(left, self._wall)
         host.gate.enter(first=not self._entered)
         self._entered = True
         host.activity.begin("generate")
         began = now()
         finish: FinishReason | None = None
-        try:
-            async for chunk in host.engine.generate(request):
-                self._take(chunk, watch)
-                finish = chunk.finish
-        finally:
-            host.activity.end("generate")
-            self._generating += now() - began
-            timer.cancel()
-            self.request = None
-            host.gate.leave()
+        with self._wall.alarm(self._ring) as frozen:
+            try:
+                async for chunk in host.engine.generate(request):
+                    self._take(chunk, watch)
+                    finish = chunk.finish
+            finally:
+                host.activity.end("generate")
+                self._generating += now() - began - frozen()
+                self.request = None
+                host.gate.leave()
         if finish is None:
             raise EngineDead(f"the engine ended request {request.id} without saying why")
         return finish
 
-    def _wall(self) -> None:
+    def _ring(self) -> None:
+        """The wall-time budget is used up."""
         self._wall_over = True
-        self._interrupt()
+        self._orders.ring()
 
     def _take(self, chunk: Chunk, watch: Straddle) -> None:
         host, n = self._host, len(chunk.tokens)
@@ -322,7 +315,7 @@ class EpisodeLoop:
 
     def _after(self, finish: FinishReason) -> None:
         """What the end of a request means for the turn."""
-        self._check_dropped()
+        self._orders.check()
         if self._cut == "stop_string" or (finish in (FinishReason.STOP, FinishReason.LENGTH) and not self._cut):
             self._complete()
             return
@@ -333,7 +326,7 @@ class EpisodeLoop:
         self._interrupted = True
         if finish is FinishReason.PAUSED:
             self._emit(Paused(*self.key, "update"), True)
-        elif self._parking:
+        elif self._orders.parking:
             if self.log.action:  # else the turn had not begun, and its next lease does not go on with it
                 self._emit(Paused(*self.key, "slice"), True)
         else:
@@ -371,21 +364,18 @@ class EpisodeLoop:
         )
         # Nothing is sampled after the last observation, so none of it goes into the context.
         last = result.terminated or result.truncated or turn + 1 >= self._budget.max_turns
-        ids = [] if last else self._observation(observation)
+        ids = [] if last else self._fit(observation)
         self._write(DeltaBody(context(ids, Author.OBSERVATION, turn), record))
 
-    def _observation(self, observation: Observation) -> list[int]:
-        """The ids of an observation that fits: whole if it leaves room to sample, else cut so that a whole action still fits.
-
-        Where not even the note of the cut would fit, the ids fill what is left of the context: the episode is out of tokens.
-        """
-        renderer, config, room = self._host.renderer, self._host.config, self.log.room
-        most = config.max_observation_tokens or room
-        ids = renderer.delta(observation.messages)
-        if len(ids) <= min(most, room - 1):
-            return ids
-        cut = fit_delta(renderer, observation.messages, min(most, room - config.max_turn_tokens))
-        return cut if cut is not None else ids[: max(room, 0)]
+    def _fit(self, observation: Observation) -> list[int]:
+        config = self._host.config
+        return fit_observation(
+            self._host.renderer,
+            observation.messages,
+            room=self.log.room,
+            most=config.max_observation_tokens,
+            action=config.max_turn_tokens,
+        )
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -399,7 +389,7 @@ class EpisodeLoop:
             turns=log.turn,
             reward=log.reward,
             checksum=log.checksum,
-            seconds=self._seconds(),
+            seconds=self._wall.seconds,
             info=dict(log.info),
         )
         self._emit(finish, True)
@@ -420,25 +410,7 @@ class EpisodeLoop:
         if not self.dropped:
             self._host.emit(event, urgent)
 
-    def _seconds(self) -> float:
-        """Wall time used, earlier attempts included, waits for weights excluded."""
-        return self.lease.snapshot.seconds + now() - self._started - self._excused
-
-    def _check_dropped(self) -> None:
-        if self.dropped:
-            raise Dropped
-
-    async def _wait(self, future: asyncio.Future[Any], parkable: bool) -> None:
-        """Until `future` is done. A drop ends the wait, and so does a park order where it may."""
-        while not future.done():
-            self._signal = asyncio.get_running_loop().create_future()
-            self._check_dropped()
-            if parkable and self._parking:
-                raise _Parking
-            await asyncio.wait({future, self._signal}, return_when=asyncio.FIRST_COMPLETED)
-        self._check_dropped()
-
     async def _wait_env(self, future: asyncio.Future[T], parkable: bool) -> T:
         with self._host.activity.doing("wait_env"):
-            await self._wait(future, parkable)
+            await self._orders.wait(future, parkable)
         return future.result()

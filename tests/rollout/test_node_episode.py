@@ -211,24 +211,46 @@ def test_a_reward_that_is_no_number_is_a_data_failure() -> None:
     assert [(f.failure, f.reason) for f in record.fails] == [("data", "bad_reward")]
 
 
-def test_a_mistake_of_ours_fails_its_episode_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unforeseen_error_fails_its_episode_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """F64: the failed episode carries its own exception; the others finish."""
     w = World()
-    step = type(w.pool)._perform
 
     async def main() -> None:
         async with w:
             await w.lease(0)
             await w.lease(1)
             loop = w.node.shell._loops[0]
-            monkeypatch.setattr(loop, "_observation", lambda observation: 1 // 0)
+            monkeypatch.setattr(loop, "_fit", lambda observation: 1 // 0)
             record = await w.scheduler.until(0, lambda r: not r.leased)
             assert record.fails == [Fail(0, 1, "infra", "internal_error")]
             await w.scheduler.finished(1)
             assert not w.node.shell.failed.done()
 
     run(main())
-    assert step is type(w.pool)._perform
+
+
+@pytest.mark.parametrize(
+    ("says", "named"), [("turns in order", "episode 0, attempt 1: turns in order"), ("", "episode 0, attempt 1")]
+)
+def test_a_broken_assertion_ends_the_node_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, says: str, named: str) -> None:
+    """What our code takes for granted is not so: as an `infra` failure it would be hidden under retries."""
+    w = World()
+
+    def broken(observation: object) -> None:
+        raise AssertionError(says) if says else AssertionError
+
+    async def main() -> None:
+        async with w:
+            await w.lease(0)
+            await w.lease(1)
+            monkeypatch.setattr(w.node.shell._loops[0], "_fit", broken)
+            with pytest.raises(AssertionError, match=f"^{named}$"):
+                await w.node.shell.run()
+            record = await w.scheduler.until(0, lambda r: not r.leased)
+            assert record.fails == [Fail(0, 1, "infra", "internal_error")]
+            assert w.scheduler.episodes[1].fails == [Fail(1, 1, "infra", "node_failed")], "the rest is told of too"
+
+    run(main())
 
 
 def test_nothing_is_left_behind() -> None:

@@ -31,10 +31,12 @@ def test_each_turn_is_observed_once_with_the_time_its_request_took() -> None:
     run(main())
 
 
-def test_a_turn_that_an_update_interrupts_is_one_turn_without_the_pause() -> None:
+@pytest.mark.parametrize("inflight", ["recompute", "keep"])
+def test_a_turn_that_an_update_interrupts_is_one_turn_without_the_pause(inflight: str) -> None:
     async def main() -> None:
-        async with World(config(rollout=BUDGET), policy=endless, step=STEP) as w:
+        async with World(config(rollout=BUDGET, update={"inflight": inflight}), policy=endless, step=STEP) as w:
             w.node.receiver.seconds = 0.0
+            w.node.engine.load_seconds = 3.0
             await w.lease(0, task=TASK)
             await asyncio.sleep(0.5)
             assert w.node.metrics.value(NAME) == 0, "the first turn still goes on"

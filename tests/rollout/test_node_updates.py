@@ -13,7 +13,7 @@ from node_world import World, config, run, until
 
 from segue.clock import now
 from segue.config import Config
-from segue.episode import Task
+from segue.episode import Outcome, Task
 from segue.ports.engine import Chunk, EngineDead, GenerateRequest, PauseMode
 from segue.ports.scheduler import AbandonUpdate, Drop, Loaded, LoadFailed, ParkOrder, Paused, Resumed
 
@@ -169,6 +169,32 @@ def test_waiting_for_weights_is_not_charged_to_an_episode() -> None:
             await w.lease(1, task=TASK)
             record = await w.scheduler.finished(1)
             assert now() > 8.0 and record.finish is not None and record.finish.seconds < 1.0
+
+    run(main())
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep", "turn", "episode"])
+@pytest.mark.parametrize("pause", [1.0, 5.0])
+def test_an_engines_pause_is_not_charged_to_a_turn_under_way(mode: str, pause: float) -> None:
+    """Frozen or stopped: the wall-time budget is the episode's, and an update is not its doing, however long."""
+
+    async def main() -> None:
+        cfg = config(
+            update={"inflight": mode}, rollout={"max_turn_tokens": 4000, "max_tokens": 8000, "wall_seconds": 3.0, "max_turns": 1}
+        )
+        async with World(cfg, policy=endless) as w:
+            w.node.receiver.seconds = 0.0
+            await w.lease(0, task=TASK)
+            w.node.engine.load_seconds = pause
+            began, updates = now(), 2
+            for _ in range(updates):
+                await asyncio.sleep(0.5)
+                await w.update(drain_seconds=0.2)
+            record = await w.scheduler.finished(0)
+            assert record.finish is not None and record.finish.outcome == Outcome.TRUNCATED_WALL
+            assert record.finish.seconds == pytest.approx(3.0, abs=0.1)
+            assert now() - began == pytest.approx(3.0 + updates * pause, abs=0.5), "the budget was used to its end, and no longer"
+            assert sum(int(b.log.mask.sum()) for b in record.bodies()) == pytest.approx(300, abs=20), "at 10 ms a token"
 
     run(main())
 
