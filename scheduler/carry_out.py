@@ -11,8 +11,12 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from scheduler.core import commands as c
-from scheduler.queue import Place
+from scheduler.links import Later
+from scheduler.queue import LogReader, Place, SpillFailed
+from segue.clock import Compute
 from segue.config import Config
 from segue.episode import EpisodeSnapshot, Purpose
 from segue.ports import scheduler as port
@@ -29,6 +33,32 @@ Thunk = Callable[[], None]
 def sampling_seed(run_seed: int, purpose: str, group: int, member: int) -> int:
     """The seed of an episode's sampling, the same for all its attempts; 31 bits."""
     return zlib.crc32(f"{run_seed}/{purpose}/{group}/{member}".encode()) & 0x7FFFFFFF
+
+
+class SpilledLease:
+    """A lease whose log must be read from disk first: beside the loop, so that everybody else is answered meanwhile."""
+
+    def __init__(self, lease: port.Lease, log: LogReader, compute: Compute) -> None:
+        self._lease = lease
+        self._log = log
+        self._compute = compute
+
+    async def fetch(self) -> port.Order:
+        """The lease; or a drop, which changes nothing at the node, if it was withdrawn and its log discarded meanwhile."""
+        lease = self._lease
+        try:
+            payloads = await self._compute.run(self._log, cost=0.0)
+        except SpillFailed:
+            if not self._log.gone:
+                raise
+        if self._log.gone:
+            return port.Drop(lease.episode, lease.attempt, "withdrawn")
+        return _with_log(lease, payloads)
+
+
+def _with_log(lease: port.Lease, payloads: list[bytes]) -> port.Lease:
+    assert len(payloads) == lease.snapshot.next_seq, "the log is what the core accepted"
+    return msgspec.structs.replace(lease, snapshot=msgspec.structs.replace(lease.snapshot, deltas=payloads))
 
 
 class CarryOut:
@@ -72,7 +102,7 @@ class CarryOut:
                 after.append(thunk)
         return after
 
-    def _order(self, node: str, session: int, order: port.Order) -> Thunk:
+    def _order(self, node: str, session: int, order: port.Order | Later) -> Thunk:
         return lambda: self._shell.exchanges.link(node).order(session, order)
 
     # --- episodes -------------------------------------------------------------------------------------------------------
@@ -91,11 +121,12 @@ class CarryOut:
             priority=grant.priority,
             task=grant.task,
             sampling=port.Sampling(grant.temperature, seed),
-            snapshot=EpisodeSnapshot(grant.turn, grant.next_seq, self._shell.queue.payloads(grant.episode), grant.seconds),
+            snapshot=EpisodeSnapshot(grant.turn, grant.next_seq, [], grant.seconds),
             slice_tokens=self._config.rollout.slice_tokens if grant.purpose == Purpose.TRAIN else 0,
         )
-        assert len(lease.snapshot.deltas) == grant.next_seq, "the log is what the core accepted"
-        return self._order(grant.node, grant.session, lease)
+        log = self._shell.queue.reader(grant.episode)
+        order = SpilledLease(lease, log, self._shell.compute) if log.on_disk else _with_log(lease, log())
+        return self._order(grant.node, grant.session, order)
 
     def _drop(self, drop: c.DropAttempt) -> Thunk:
         return self._order(drop.node, drop.session, port.Drop(drop.episode, drop.attempt, drop.reason))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from scheduler.core.commands import BatchPlan
-from scheduler.queue import TrajectoryQueue
+from scheduler.queue import LogReader, TrajectoryQueue
 from segue import wire
 from segue.clock import Compute
 from segue.ports.scheduler import Batch, BatchReply, GroupPayload, MemberPayload
@@ -37,7 +37,7 @@ class Delivery:
                 self._encoded = (step, steps, body)
             return self._encoded[2]
 
-    def _encode(self, plan: BatchPlan, steps: dict[int, int], readers: dict[int, Callable[[], list[bytes]]]) -> bytes:
+    def _encode(self, plan: BatchPlan, steps: dict[int, int], readers: dict[int, LogReader]) -> bytes:
         groups = [
             GroupPayload(
                 group=group.group,

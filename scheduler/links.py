@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 from segue.ports.rpc import Peer, PeerError, PeerTimeout, RemoteError, ask
 from segue.ports.scheduler import ORDERS, ExchangeReply, Lease, Order, Orders
@@ -22,6 +22,12 @@ BATCH_BYTES = 4 << 20
 """A batch of orders ends at either: leases carry whole logs, and a message should stay far below what a transport refuses."""
 AGAIN_SECONDS = 0.5
 """Pause before a batch that was not seen is sent again."""
+
+
+class Later(Protocol):
+    """An order that must be fetched from somewhere slow before it can be sent."""
+
+    async def fetch(self) -> Order: ...
 
 
 class NodeLink:
@@ -46,7 +52,7 @@ class NodeLink:
         self._timeout = timeout
         self._spawn = spawn
         self._count = count
-        self._orders: deque[Order] = deque()
+        self._orders: deque[Order | Later] = deque()
         self._first = 0
         self._pusher: asyncio.Task[None] | None = None
 
@@ -65,8 +71,8 @@ class NodeLink:
             self.over = True
             self._orders.clear()
 
-    def order(self, session: int, order: Order) -> None:
-        """Send an order, if its session still lives."""
+    def order(self, session: int, order: Order | Later) -> None:
+        """Send an order, if its session still lives; those after it wait until it is fetched."""
         if session != self.session or self.over:
             return
         self._orders.append(order)
@@ -93,7 +99,9 @@ class NodeLink:
 
     async def _push(self) -> None:
         while self._orders and self.peer is not None:
-            session, batch = self.session, self._batch()
+            session, batch = self.session, await self._batch()
+            if not batch:
+                continue  # what waited is void meanwhile
             message = Orders(self.name, session, self._first, batch)
             try:
                 answer = await ask(self.peer, ORDERS, message, self._timeout)
@@ -109,13 +117,21 @@ class NodeLink:
             elif not self.seen(session, answer.upto) and session == self.session and not self.over:
                 await asyncio.sleep(AGAIN_SECONDS)
 
-    def _batch(self) -> list[Order]:
+    async def _batch(self) -> list[Order]:
+        """What goes next; nothing if the session ended on the way."""
         batch: list[Order] = []
         nbytes = 0
-        for order in self._orders:
+        here = self.session, self._first
+        while len(batch) < min(len(self._orders), BATCH_ORDERS):
+            order = self._orders[len(batch)]
+            if not isinstance(order, Order):
+                order = await order.fetch()
+                if (self.session, self._first) != here or self.over:
+                    return []
+                self._orders[len(batch)] = order
             if isinstance(order, Lease):
                 nbytes += sum(map(len, order.snapshot.deltas))
-            if batch and (len(batch) == BATCH_ORDERS or nbytes > BATCH_BYTES):
+            if batch and nbytes > BATCH_BYTES:
                 break
             batch.append(order)
         return batch

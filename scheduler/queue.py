@@ -16,7 +16,6 @@ import os
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 
 from segue.errors import RunFailed
@@ -67,7 +66,7 @@ class _Piece:
 class _Log:
     """One episode's payloads: first the spilled pieces, then what is in memory."""
 
-    __slots__ = ("checksum", "count", "in_memory", "memory", "pieces", "place")
+    __slots__ = ("checksum", "count", "discarded", "in_memory", "memory", "pieces", "place")
 
     def __init__(self) -> None:
         self.pieces: list[_Piece] = []
@@ -76,6 +75,29 @@ class _Log:
         self.count = 0
         self.checksum = 0
         self.place = Place.LIVE
+        self.discarded = False
+
+
+class LogReader:
+    """One episode's payloads as they were when this was made, to be read later, from a thread if need be."""
+
+    def __init__(self, log: _Log | None) -> None:
+        self._log = log
+        self._pieces, self._memory = (list(log.pieces), list(log.memory)) if log is not None else ([], [])
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether something of it was spilled, so that reading blocks."""
+        return bool(self._pieces)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the log was discarded since: its files may be gone, too."""
+        return self._log is not None and self._log.discarded
+
+    def __call__(self) -> list[bytes]:
+        """All payloads in order. Raises `SpillFailed` if a file is gone or changed."""
+        return [payload for piece in self._pieces for payload in _read(piece)] + self._memory
 
 
 class SpillJob:
@@ -141,17 +163,9 @@ class TrajectoryQueue:
         log = self._logs.get(episode)
         return log.checksum if log is not None else 0
 
-    def payloads(self, episode: int) -> list[bytes]:
-        """All payloads in order; reads what was spilled. Raises `SpillFailed` if a file is gone or changed."""
-        return self.reader(episode)()
-
-    def reader(self, episode: int) -> Callable[[], list[bytes]]:
-        """`payloads` as it is now, to be called later, from a thread if need be."""
-        log = self._logs.get(episode)
-        if log is None:
-            return list
-        pieces, memory = list(log.pieces), list(log.memory)
-        return lambda: [payload for piece in pieces for payload in _read(piece)] + memory
+    def reader(self, episode: int) -> LogReader:
+        """Its log as it is now."""
+        return LogReader(self._logs.get(episode))
 
     def move(self, episode: int, place: Place) -> None:
         """The episode finished (READY) or is in a batch (KEPT): this decides when it is spilled."""
@@ -175,6 +189,7 @@ class TrajectoryQueue:
         log = self._logs.pop(episode, None)
         if log is None:
             return
+        log.discarded = True
         del self._order[log.place][episode]
         self._account(log, -log.in_memory)
         for piece in log.pieces:

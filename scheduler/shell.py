@@ -78,12 +78,12 @@ class SchedulerShell:
         self._config = config
         self.clock = clock
         self._journal = journal or MemoryJournal()
-        self._compute = compute or ThreadCompute("scheduler-io")
+        self.compute = compute or ThreadCompute("scheduler-io")
         self.core = SchedulerCore(config, task_count=len(tasks))
         self.queue = TrajectoryQueue(run_dir / "queue", config.queue.bytes)
         self._stream = TaskStream(tasks, config.seed, config.data.shuffle)
         self._ledger = VersionLedger(run_dir / "journal" / "next_version")
-        self.delivery = Delivery(self.queue, config.rollout.temperature, self.core.version_steps, self._compute)
+        self.delivery = Delivery(self.queue, config.rollout.temperature, self.core.version_steps, self.compute)
         self.events = RunEvents()
         self.report = Report(config, self.core, self.queue, metrics)
         self.exchanges = Exchanges(self, config)
@@ -139,7 +139,7 @@ class SchedulerShell:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.report.export()
         await self._journal.close()
-        self._compute.close()
+        self.compute.close()
         self.queue.close()
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
@@ -297,7 +297,7 @@ class SchedulerShell:
     async def _spill_all(self) -> None:
         try:
             while (job := self.queue.plan_spill()) is not None:
-                await self._compute.run(job.write, cost=0.0)
+                await self.compute.run(job.write, cost=0.0)
                 self.queue.finish_spill(job)
                 self.core.tables.tally.count("spilled_bytes", by=job.nbytes)
         finally:

@@ -30,12 +30,12 @@ def test_a_log_is_its_payloads_in_order(tmp_path: Path) -> None:
     queue.append(1, b"a")
     queue.append(2, b"xx")
     queue.append(1, b"bc")
-    assert queue.payloads(1) == [b"a", b"bc"]
+    assert queue.reader(1)() == [b"a", b"bc"]
     assert queue.count(1) == 2
     assert queue.checksum(1) == log_checksum([b"a", b"bc"])
     assert queue.memory_bytes == 5
     queue.discard(1)
-    assert queue.memory_bytes == 2 and queue.payloads(1) == [] and queue.count(1) == 0 and queue.checksum(1) == 0
+    assert queue.memory_bytes == 2 and queue.reader(1)() == [] and queue.count(1) == 0 and queue.checksum(1) == 0
 
 
 def test_nothing_is_written_while_it_fits(tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_a_spilled_log_goes_on_and_reads_back_whole(tmp_path: Path) -> None:
     queue.append(1, b"b" * 30)
     assert spill(queue) == 1
     queue.append(1, b"c")
-    assert queue.payloads(1) == [b"a" * 20, b"b" * 30, b"c"]
-    assert queue.checksum(1) == log_checksum(queue.payloads(1))
+    assert queue.reader(1)() == [b"a" * 20, b"b" * 30, b"c"]
+    assert queue.checksum(1) == log_checksum(queue.reader(1)())
     assert queue.count(1) == 3
     assert len(list((tmp_path / "queue").iterdir())) == 2
     queue.discard(1)
@@ -79,14 +79,14 @@ def test_until_the_file_is_complete_everything_stays_in_memory(tmp_path: Path) -
     queue.append(2, b"b" * 20)
     job = queue.plan_spill()
     assert job is not None
-    assert queue.payloads(1) == [b"a" * 20] and queue.memory_bytes == 40
+    assert queue.reader(1)() == [b"a" * 20] and queue.memory_bytes == 40
     queue.append(1, b"new")
     queue.discard(2)
     job.write()
     queue.finish_spill(job)
-    assert queue.payloads(1) == [b"a" * 20, b"new"]
+    assert queue.reader(1)() == [b"a" * 20, b"new"]
     assert queue.memory_bytes == 3
-    assert queue.payloads(2) == []
+    assert queue.reader(2)() == []
 
 
 def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(tmp_path: Path, monkeyp
         job.write()
     assert isinstance(caught.value, RunFailed) and caught.value.part == "scheduler"
     assert "\n" not in caught.value.sentence
-    assert queue.payloads(1) == [b"a" * 20]
+    assert queue.reader(1)() == [b"a" * 20]
     assert not list((tmp_path / "queue").iterdir())
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_an_error_that_names_it(damage: str, tmp_path: Path) -
     else:
         file.write_bytes(data[:-1] + b"z")
     with pytest.raises(SpillFailed, match=r"spill-000001\.bin"):
-        queue.payloads(1)
+        queue.reader(1)()
 
 
 def test_files_of_an_earlier_life_are_removed(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_whatever_is_done_in_whatever_order_logs_are_whole(
         assert queue.memory_bytes == sum(queue.bytes_by_place.values())
         assert len(queue) == len(model)
         for known, log in model.items():
-            assert queue.payloads(known) == log
+            assert queue.reader(known)() == log
             assert queue.checksum(known) == log_checksum(log)
     for episode in list(model):
         queue.discard(episode)
