@@ -124,16 +124,14 @@ def _make_in_child(config: Config) -> Path:
     import sys
     import tempfile
 
-    from segue.cluster.warmstart import cached
-
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(to_toml(config))
         file.flush()
         command = [sys.executable, "-m", "segue.cli", "warmstart", file.name]
-        code = subprocess.run(command, check=False, preexec_fn=functools.partial(die_with_parent, os.getpid())).returncode
-    if code == 130:
+        end_with_us = functools.partial(die_with_parent, os.getpid())
+        child = subprocess.run(command, check=False, preexec_fn=end_with_us, stdout=subprocess.PIPE, text=True)
+    if child.returncode == 130:
         raise KeyboardInterrupt
-    found = cached(config)
-    if code != 0 or found is None:
+    if child.returncode != 0:
         raise UserError("The warm start failed: see the message above.")
-    return found
+    return Path(child.stdout.strip())

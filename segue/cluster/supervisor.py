@@ -73,7 +73,7 @@ class _Watch:
         self._started = False
         self._stopping = False
         self._interrupted = 0
-        self._late = self._stuck = False
+        self._late = self._stuck = self._killed = False
         self._signal = signal.SIGINT
         self._result: dict[str, Any] | None = None
         self._first_death: str | None = None
@@ -186,11 +186,14 @@ class _Watch:
 
     def _kill_driver(self) -> None:
         if self._driver.poll() is None:
+            self._killed = True
             self._driver.kill()
 
     def _exit_code(self) -> int:
         code = self._driver.wait()
-        if self._first_death is not None:  # the driver may know only what came of it
+        # A driver that is killed takes its children with it, and their ends may be seen first; a child takes no driver along so.
+        killed_first = code == -signal.SIGKILL and not self._killed
+        if self._first_death is not None and not killed_first:  # the driver may know only what came of it
             raise died(self._first_death, self._run)
         if self._result is not None:
             if sentence := self._result["sentence"]:

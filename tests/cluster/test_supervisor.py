@@ -101,6 +101,19 @@ def test_the_first_death_is_the_cause_whatever_the_driver_saw_of_it(prepared: Pr
         under_watch(prepared, script, monkeypatch, RESULT % (1, "learner-0", "learner-0 died."))
 
 
+def test_a_driver_that_is_killed_is_the_cause_though_its_children_are_seen_to_end_before(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+    part = sleeper()
+    report(pid=part.pid, part="raylet", fatal=True)
+    part.kill(); part.wait()
+    os.kill(os.getpid(), 9)
+    """
+    with pytest.raises(RunFailed, match=r"The driver died \(signal SIGKILL\)"):
+        under_watch(prepared, script, monkeypatch)
+
+
 def test_deaths_that_may_be_are_no_cause(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a part that can be replaced, and of any while the run stops."""
     script = """
