@@ -91,7 +91,7 @@ class Batches:
     def ages_changed(self) -> None:
         """A rollback made versions older: judge anew what was judged by their steps."""
         step_of = self._t.versions.step
-        self._oldest = [(step_of(e.versions[0]), e.id, e) for _, _, e in self._oldest if e.versions]
+        self._oldest = [(step_of(e.versions[0]), e.id, e) for _, _, e in self._oldest if e.group.open and e.versions]
         heapq.heapify(self._oldest)
         for group in self._picked:
             heapq.heappush(self._groups.ready, (group.id, group))

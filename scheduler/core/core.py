@@ -100,7 +100,7 @@ class SchedulerCore:
             TrainingOpened: self._training_opened,
             EvalStarted: lambda e, now: self.evaluation.start(e.name, e.tasks, e.temperature, now),
             BatchTaken: lambda e, now: self.batches.taken(e.step),
-            BatchTrained: lambda e, now: self.batches.trained(e.step),
+            BatchTrained: self._batch_trained,
             BatchesCommitted: lambda e, now: self.batches.committed(e.step),
             LearnerRewound: self._learner_rewound,
             StopRequested: self._stop,
@@ -216,6 +216,15 @@ class SchedulerCore:
     def _training_opened(self, event: TrainingOpened, now: float) -> None:
         self.progress.steps = max(self.progress.steps, event.steps)
         self.tables.room = True
+
+    def _batch_trained(self, event: BatchTrained, now: float) -> None:
+        if self.batches.trained(event.step):
+            t = self.tables
+            in_use = [group.floor for group in (*self.groups.live.values(), *self.evaluation.running())]
+            in_use += [kept.plan.versions[0] for kept in self.batches.kept.values()]
+            in_use += [t.nodes.oldest(), self.updates.oldest_coming()]
+            t.meter.operations += len(in_use)
+            t.versions.forget(min(in_use), self.progress.formed - self.tables.config.staleness.max_age)
 
     def _learner_rewound(self, event: LearnerRewound, now: float) -> None:
         self.batches.rewind(event.step)

@@ -1,4 +1,9 @@
-"""Weight versions: ids that are never reused, each mapped to the step whose weights it names."""
+"""Weight versions: ids that are never reused, each mapped to the step whose weights it names, as long as somebody may ask for it.
+
+Who may: the tokens of an unfinished group (none is older than the group's `floor`), of a running evaluation, of a batch not yet
+committed; a node that runs or is about to load a version; and admission, which looks for the oldest version within the bound.
+Everything older than all of these is forgotten with every trained batch, so that table and checkpoints do not grow with the run.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,9 @@ class Versions:
         self._steps[version] = step
         return version
 
+    def __len__(self) -> int:
+        return len(self._steps)
+
     def __contains__(self, version: int) -> bool:
         return version in self._steps
 
@@ -37,6 +45,13 @@ class Versions:
                 break
             found = version
         return found
+
+    def forget(self, before: int, step: int) -> None:
+        """Forget the versions with smaller ids than `before` and steps below `step`; never the last one."""
+        for version in list(self._steps):
+            if version >= before or self._steps[version] >= step or len(self._steps) == 1:
+                return
+            del self._steps[version]
 
     def rollback(self, step: int) -> None:
         """The learner went back to `step`: abandoned versions take the smaller of their step and `step`; none is the newest."""

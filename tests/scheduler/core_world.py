@@ -468,6 +468,10 @@ class World:
             assert table.eval_counts[State.DROPPED] == 0, "evaluation has no age limit and no queue"
             ended = sum(run.finished + run.failed for run in core.evaluation.runs.values())
             assert ended + len(core.evaluation.running()) == sum(run.n for run in core.evaluation.runs.values())
+        used = {v for episode in table.live.values() for v in episode.versions}
+        used |= {v for kept in core.batches.kept.values() for v in kept.plan.versions}
+        used |= {node.version for node in core.tables.nodes if node.version >= 0}
+        assert core.version_steps(list(used)) == {version: self.steps[version] for version in used}
         leased = 0
         for node in core.tables.nodes:
             assert len(node.leased) <= node.max_episodes

@@ -6,6 +6,7 @@ import pytest
 from core_world import ModelLease, ModelNode, World, make_config
 
 from scheduler.core import events as e
+from segue import wire
 from segue.episode import DropReason
 from segue.ports.scheduler import DeltaHead, Paused, Resumed
 
@@ -104,3 +105,41 @@ def test_outcomes_that_the_learner_masks_are_no_trainable_tokens() -> None:
     assert world.core.tables.episodes.dropped[DropReason.GROUP_FAILED, "queue"] == 2
     world.one_step()
     assert [group.group for group in world.plans[0].groups] == [1]
+
+
+@pytest.mark.parametrize("policy", ["mask", "drop"])
+def test_neither_the_version_table_nor_the_cut_grows_with_the_run(policy: str) -> None:
+    world, _ = one_node(16, batch__groups=2, staleness__max_age=3, staleness__over_age=policy)
+    sizes = []
+    for _ in range(60):
+        world.one_step()
+        world.update_all()
+        world.commit()
+        assert world.cut is not None
+        sizes.append((len(world.core.tables.versions), len(world.cut.versions), len(wire.encode(world.core.cut()))))
+    assert max(versions for versions, _, _ in sizes) <= 3 + 1 + 4, "the bound on the age, and the batches not yet trained"
+    assert max(versions for _, versions, _ in sizes) <= 3 + 1 + 4
+    assert max(nbytes for _, _, nbytes in sizes[30:]) <= max(nbytes for _, _, nbytes in sizes[10:30]) + 20
+
+
+def test_versions_are_known_as_long_as_anything_that_lives_may_name_them() -> None:
+    """An episode that began at the start and says nothing for long; an evaluation; a batch that is not committed."""
+    world, node = one_node(20, batch__groups=1, staleness__max_age=10)
+    silent = min(node.leases.values(), key=lambda lease: lease.grant.group)
+    del node.leases[silent.grant.episode]
+    for _ in range(5):
+        world.one_step()
+        world.update_all()
+    assert 0 in world.core.tables.versions
+    node.leases[silent.grant.episode] = silent
+    head = DeltaHead(*silent.key, silent.seq, 0, 1, ((0, 2), (5, 1)), record=True)
+    silent.seq, silent.turn = silent.seq + 1, 0
+    world.send(head)
+    assert world.logs[silent.grant.episode], "what it sampled under the first version is accepted"
+    world.finish(node, silent)
+    world.drain(10)
+    assert 0 in world.core.tables.versions, "its batch may be asked for until it is committed"
+    world.commit()
+    world.drain(1)
+    world.commit()
+    assert 0 not in world.core.tables.versions
