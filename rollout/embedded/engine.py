@@ -22,17 +22,19 @@ import math
 from collections.abc import AsyncIterator
 from typing import Any
 
+from rollout.embedded.meter import Meter
+from rollout.embedded.pauses import Pauses
 from rollout.embedded.requests import check_request, check_scored
 from rollout.embedded.runner import DecodeBatch, Runner
 from rollout.embedded.sequence import Sequence
 from rollout.embedded.slots import KEEP_STEPS, SlotPolicy
 from rollout.embedded.stops import StopStrings
-from rollout.embedded.support import check_runner, open_config, open_model, open_tokenizer
+from rollout.embedded.support import open_runner, open_tokenizer
 from rollout.embedded.watchdog import WatchedCompute
 from rollout.embedded.weights import bind
 from segue.clock import Compute, now
 from segue.errors import UserError
-from segue.ports.engine import Admission, Chunk, EngineCounts, EngineDead, FinishReason, GenerateRequest, PauseMode
+from segue.ports.engine import Chunk, EngineCounts, EngineDead, FinishReason, GenerateRequest, PauseMode
 from segue.ports.weights import StagedWeights
 from segue.trajectory import NO_VERSION
 
@@ -89,17 +91,11 @@ class EmbeddedEngine:
         self._batch: DecodeBatch | None = None  # None: who decodes has changed
         self._arrivals = 0
         self._steps_waited = 0
-        self._unclaimed: list[tuple[int, Admission]] = []
 
         self._version = NO_VERSION
-        self._epoch = 0
-        self._resumed = 0
-        self._mode = PauseMode.ABORT
-        self._paused = False
+        self._pauses = Pauses()
         self._controlled = False
         self._ending: list[Sequence] = []
-        self.stale_controls = 0
-        """Pauses and resumes that came too late and were ignored."""
 
         self._server: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -107,12 +103,16 @@ class EmbeddedEngine:
         self._idle.set()
         self._dead: EngineDead | None = None
 
-        self._prefill_tokens = self._cached_tokens = self._decode_tokens = self._scored_tokens = 0
-        self._prefill_seconds = self._decode_seconds = self._control_seconds = 0.0
+        self._meter = Meter()
 
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def stale_controls(self) -> int:
+        """Pauses and resumes that came too late and were ignored."""
+        return self._pauses.stale
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -121,11 +121,7 @@ class EmbeddedEngine:
         assert self._server is None, "started twice"
 
         def opened() -> tuple[Runner, StopStrings | None]:
-            config = open_config(self._path, self._max_tokens)
-            runner = Runner(
-                open_model(self._path, config, self._dtype, self._device), self._slots, self._max_tokens, self._device
-            )
-            check_runner(self._path, runner, self._dtype)
+            runner = open_runner(self._path, self._slots, self._max_tokens, self._dtype, self._device)
             tokenizer = self._tokenizer if self._tokenizer is not None else open_tokenizer(self._path)
             return runner, None if tokenizer is None else StopStrings(tokenizer, runner.vocabulary)
 
@@ -184,7 +180,7 @@ class EmbeddedEngine:
         check_request(request, self._max_tokens, runner.vocabulary, self._stops is not None)
         if request.id in self._open:
             raise UserError(f"Request id {request.id} is already in use: give every request an id of its own.")
-        if self._version == NO_VERSION and not self._paused:
+        if self._version == NO_VERSION and not self._pauses.paused:
             raise UserError(f"Request {request.id} {_TOO_EARLY}")
         self._arrivals += 1
         sequence = self._open[request.id] = Sequence(request, self._arrivals)
@@ -205,7 +201,6 @@ class EmbeddedEngine:
 
     def _release(self, sequence: Sequence) -> None:
         """The consumer is gone."""
-        self._unclaimed.extend((sequence.request.episode, admission) for admission in sequence.untaken())
         if self._open.get(sequence.request.id) is not sequence:
             return
         sequence.finished = FinishReason.ABORTED
@@ -234,23 +229,15 @@ class EmbeddedEngine:
     def forget(self, episode: int) -> None:
         self._policy.forget(episode)
 
-    def unclaimed(self) -> list[tuple[int, Admission]]:
-        """(episode, admission) of requests whose consumer left before it took them, since the last call: with these, the
-        admissions of all chunks add up to `counts().prefill_tokens`."""
-        result, self._unclaimed = self._unclaimed, []
-        return result
-
     # --- control ----------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode, epoch: int) -> None:
         """A second pause of the same epoch only waits; one of a later epoch may turn FREEZE into ABORT. The wait is as long as
         the step being computed (at most `step_seconds`)."""
         self._check()
-        if epoch < self._epoch or epoch <= self._resumed:
-            self.stale_controls += 1
+        if not self._pauses.counts(epoch):
             return
-        if epoch > self._epoch:
-            self._epoch, self._mode, self._paused = epoch, mode, True
+        if self._pauses.pause(mode, epoch):
             if mode == PauseMode.ABORT:
                 self._ending = list(self._open.values())
             self._idle.clear()
@@ -260,12 +247,10 @@ class EmbeddedEngine:
 
     async def resume(self, epoch: int) -> None:
         self._check()
-        if epoch < self._epoch or epoch <= self._resumed:
-            self.stale_controls += 1
+        if not self._pauses.counts(epoch):
             return
         assert not self._controlled, "resumed while weights were being loaded or sequences scored"
-        self._epoch = self._resumed = epoch
-        self._paused = False
+        self._pauses.resume(epoch)
         if self._version == NO_VERSION:
             for sequence in list(self._open.values()):
                 sequence.out.fail(UserError(f"Request {sequence.request.id} {_TOO_EARLY}"))
@@ -273,7 +258,9 @@ class EmbeddedEngine:
 
     async def load(self, version: int, weights: StagedWeights) -> None:
         runner = self._check()
-        assert self._paused and self._idle.is_set() and not self._controlled, "weights are loaded while the engine is paused"
+        assert self._pauses.paused and self._idle.is_set() and not self._controlled, (
+            "weights are loaded while the engine is paused"
+        )
         if version < 0 or version < self._version:
             raise ValueError(
                 f"Weights of version {version} come after those of version {self._version}: version ids are never reused."
@@ -294,14 +281,16 @@ class EmbeddedEngine:
         finally:
             self._controlled = False
             self._watched.rest()
-        self._control_seconds += now() - started
+        self._meter.control_seconds += now() - started
         if version != self._version:
             self._version = version
-            self._policy.loaded(kept=self._mode == PauseMode.FREEZE)
+            self._policy.loaded(kept=self._pauses.mode == PauseMode.FREEZE)
 
     async def score(self, tokens: list[int]) -> list[float]:
         runner = self._check()
-        assert self._paused and self._idle.is_set() and not self._controlled, "sequences are scored while the engine is paused"
+        assert self._pauses.paused and self._idle.is_set() and not self._controlled, (
+            "sequences are scored while the engine is paused"
+        )
         if self._version == NO_VERSION:
             raise UserError(f"A sequence to score {_TOO_EARLY}")
         check_scored(tokens, self._max_tokens, runner.vocabulary)
@@ -313,8 +302,8 @@ class EmbeddedEngine:
         finally:
             self._controlled = False
             self._watched.rest()
-        self._control_seconds += now() - started
-        self._scored_tokens += len(tokens)
+        self._meter.control_seconds += now() - started
+        self._meter.scored_tokens += len(tokens)
         return logprobs
 
     # --- stepping ---------------------------------------------------------------------------------------------------
@@ -322,7 +311,7 @@ class EmbeddedEngine:
     async def _serve(self) -> None:
         try:
             while True:
-                if self._paused or self._version == NO_VERSION or not (self._waiting or self._policy.busy):
+                if self._pauses.paused or self._version == NO_VERSION or not (self._waiting or self._policy.busy):
                     self._settle()
                     await self._wake.wait()
                     continue
@@ -343,7 +332,7 @@ class EmbeddedEngine:
     def _settle(self) -> None:
         """Nothing is being computed. If the engine was paused: hand out everything, and end what is to end."""
         self._watched.rest()
-        if self._paused:
+        if self._pauses.paused:
             for sequence in self._ending:
                 if sequence.finished is None:
                     self._end(sequence, FinishReason.PAUSED)
@@ -372,12 +361,12 @@ class EmbeddedEngine:
         self._waiting = [s for s in self._waiting if id(s) not in placed] + plan.displaced
         self._batch = None
         prefilled = sum(len(p.sequence.tokens) - 1 - p.cached for p in plan.placements)
-        self._prefill_tokens += prefilled
-        self._cached_tokens += sum(p.cached for p in plan.placements)
+        self._meter.prefill_tokens += prefilled
+        self._meter.cached_tokens += sum(p.cached for p in plan.placements)
         if prefilled or any(p.source != p.slot.row for p in plan.placements):
             started = now()
             await self._watched.run(lambda: runner.admit(plan.placements), prefilled * self._prefill_cost)
-            self._prefill_seconds += now() - started
+            self._meter.prefill_seconds += now() - started
 
     def _rows(self) -> list[Sequence | None]:
         """Who is in which row, up to the last one that decodes."""
@@ -402,14 +391,14 @@ class EmbeddedEngine:
             return result
 
         tokens, logprobs, version = await self._watched.run(step, self._decode_cost)
-        self._decode_seconds += now() - started
+        self._meter.decode_seconds += now() - started
         self._policy.stepped()
         for sequence, token, logprob in zip(batch.rows, tokens, logprobs, strict=True):
             if sequence is None or sequence.finished is not None:
                 continue
             if not math.isfinite(logprob):
                 raise FloatingPointError(f"the weights of version {version} give log-probabilities that are no numbers")
-            self._decode_tokens += 1
+            self._meter.decode_tokens += 1
             reason = sequence.append(token, logprob, version)
             if reason is not None:
                 self._end(sequence, reason)
@@ -421,19 +410,5 @@ class EmbeddedEngine:
         if self._server is not None:
             self._server.cancel()
 
-    # --- counts -----------------------------------------------------------------------------------------------------
-
     def counts(self) -> EngineCounts:
-        return EngineCounts(
-            prefill_tokens=self._prefill_tokens,
-            cached_tokens=self._cached_tokens,
-            decode_tokens=self._decode_tokens,
-            prefill_seconds=self._prefill_seconds,
-            decode_seconds=self._decode_seconds,
-            busy_seconds=self._prefill_seconds + self._decode_seconds + self._control_seconds,
-            running=len(self._policy.running()),
-            waiting=len(self._waiting),
-            preemptions=self._policy.preemptions,
-            evictions=self._policy.evictions,
-            scored_tokens=self._scored_tokens,
-        )
+        return self._meter.counts(self._policy, len(self._waiting))

@@ -36,10 +36,6 @@ class Outbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def rest(self) -> list[Chunk]:
-        """What nobody has taken yet."""
-        return list(self._chunks)
-
     async def get(self) -> Chunk:
         """The next chunk. Waits until the engine puts one in or fails: a paused engine's deadline is its owner's."""
         while not self._chunks:
@@ -141,7 +137,3 @@ class Sequence:
         self._logprobs, self._spans, self._admissions = [], [], []
         self.finished = finish
         self.out.put(chunk)
-
-    def untaken(self) -> list[Admission]:
-        """Admissions that no chunk has carried to the consumer."""
-        return [admission for chunk in self.out.rest() for admission in chunk.admissions] + self._admissions

@@ -94,6 +94,14 @@ def meta_tensors(config: Any, dtype: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def open_runner(path: str, slots: int, max_tokens: int, dtype: str, device: str) -> Runner:
+    """The model in `path`, checked, on `slots` slots of `max_tokens` tokens. Raises `UserError`."""
+    config = open_config(path, max_tokens)
+    runner = Runner(open_model(path, config, dtype, device), slots, max_tokens, device)
+    check_runner(path, runner, dtype)
+    return runner
+
+
 def check_runner(path: str, runner: Runner, dtype: str) -> None:
     """Raises `UserError` if the model computes something else through slots than in a plain forward pass."""
     try:
