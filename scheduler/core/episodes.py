@@ -16,7 +16,8 @@ STATES = tuple(State)
 
 
 class Group:
-    """G episodes of one task. `running` members may still finish, `valid` ones have; `complete` once none is running.
+    """G episodes of one task. `running` members may still finish, `valid` ones have, with an outcome that is not masked;
+    `complete` once none is running.
 
     `floor` is the oldest version on which a member may begin; `rank` orders leases (lower first);
     `home` is the node of the first lease, where the common prompt is. `open` until it is dropped or in a batch. An

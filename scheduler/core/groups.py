@@ -1,6 +1,7 @@
 """Groups: opened with all their members, complete when every member ended, and then either ready for a batch or dropped.
 
-A group ships with at least `group.min_valid` finished members. As soon as it cannot reach that any more it is dropped, so
+A group ships with at least `group.min_valid` valid members: finished with an outcome that the learner does not keep out of the
+loss (`learner.mask_outcomes`); the others ship along. As soon as it cannot reach that any more it is dropped, so
 that its place is free at once. `extra` members beyond G (redundancy, none yet) would be dropped as `redundant` once G have
 finished.
 """
@@ -36,6 +37,7 @@ class Groups:
         self._size = config.group.size
         self._extra = extra
         self._min_valid = config.group.needed
+        self._masked = frozenset(config.learner.mask_outcomes)
         self._filter = config.group.filter_zero_variance
         self._batch = config.batch.groups
         self._temperature = config.rollout.temperature
@@ -78,7 +80,7 @@ class Groups:
         group = episode.group
         self._t.episodes.move(episode, ASSEMBLING)
         group.running -= 1
-        group.valid += 1
+        group.valid += self._is_valid(episode)
         self._settle(group, DropReason.GROUP_FAILED, now)
 
     def member_gone(self, episode: Episode, reason: DropReason, now: float) -> None:
@@ -87,9 +89,12 @@ class Groups:
         if episode.finish is None:
             group.running -= 1
         else:
-            group.valid -= 1
+            group.valid -= self._is_valid(episode)
         if group.open:
             self._settle(group, reason, now)
+
+    def _is_valid(self, episode: Episode) -> bool:
+        return episode.finish is not None and episode.finish.outcome not in self._masked
 
     def drop_member(self, episode: Episode, reason: DropReason, now: float) -> None:
         """End one episode of a group, wherever it is; the others go on if they can make a group without it."""
@@ -122,7 +127,7 @@ class Groups:
         t.tally.count("groups_finished", env)
         if len(finished) > 1:
             t.observations.append(("segue_group_completion_cv", env, _spread([f.seconds for f in finished])))
-        rewards = [f.reward for f in finished]
+        rewards = [f.reward for f in finished if f.outcome not in self._masked]
         if max(rewards) - min(rewards) < SAME_REWARD:
             t.tally.count("groups_zero_variance", env)
             if self._filter:

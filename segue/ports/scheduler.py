@@ -288,7 +288,8 @@ class MemberPayload(msgspec.Struct, frozen=True):
 
 
 class GroupPayload(msgspec.Struct, frozen=True):
-    """One group of a batch. `members` holds the valid ones only; `size` is how many were meant to be."""
+    """One group of a batch. `members` holds those that finished, at least `group.min_valid` of them with an outcome that is not
+    in `learner.mask_outcomes`; `size` is how many were meant to be."""
 
     group: int
     task: str

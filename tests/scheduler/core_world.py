@@ -264,7 +264,8 @@ class World:
         trainable = over = 0
         versions = set()
         for group in plan.groups:
-            assert self.config.group.needed <= len(group.members) <= group.size
+            valid = [member for member in group.members if member.outcome not in self.config.learner.mask_outcomes]
+            assert self.config.group.needed <= len(valid) and len(group.members) <= group.size + self.extra
             fresh = 0
             for member in group.members:
                 assert self.member_of[member.episode] == group.group, "members belong to their group (F14)"
@@ -273,6 +274,8 @@ class World:
                 assert member.reward == finish.reward
                 for version, count in (pair for entry in log for pair in entry.head.sampled):
                     versions.add(version)
+                    if member not in valid:
+                        continue
                     if plan.step - self.steps[version] <= bound:
                         fresh += count
                     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 from core_world import ModelNode, World, make_config
@@ -21,10 +22,10 @@ def one_group(size: int = 4, extra: int = 0, **sections: object) -> tuple[World,
     return world, node
 
 
-def finish(world: World, node: ModelNode, index: int, reward: float | None = None) -> None:
+def finish(world: World, node: ModelNode, index: int, reward: float | None = None, outcome: str = "terminated") -> None:
     lease = next(lease for lease in node.leases.values() if lease.grant.group == 0 and lease.grant.member == index)
     world.delta(node, lease, reward=float(index) if reward is None else reward)
-    world.finish(node, lease)
+    world.finish(node, lease, outcome=outcome)
 
 
 def fail(world: World, node: ModelNode, index: int, failure: str = "data") -> None:
@@ -56,6 +57,58 @@ def test_a_group_that_cannot_reach_min_valid_falls_at_once() -> None:
     dropped = world.core.tables.episodes.dropped
     assert dropped[DropReason.GROUP_FAILED, "queue"] == 1
     assert world.core.tables.episodes.counts[State.FAILED] == 3
+
+
+MASKED: dict[str, Any] = {"learner__mask_outcomes": ["truncated_wall"], "scheduler__retries_data": 0}
+
+
+def test_members_with_a_masked_outcome_are_not_valid_and_ship_along() -> None:
+    """The learner keeps them out of loss and baseline: a group of four needs two others."""
+    world, node = one_group(4, **MASKED)
+    finish(world, node, 0, outcome="truncated_wall")
+    fail(world, node, 1)
+    finish(world, node, 2)
+    finish(world, node, 3)
+    assert [(m.member, m.outcome) for m in world.plans[0].groups[0].members] == [
+        (0, "truncated_wall"), (2, "terminated"), (3, "terminated")
+    ]  # fmt: skip
+
+
+def test_a_group_with_too_few_members_whose_outcome_counts_falls_as_soon_as_that_is_known() -> None:
+    world, node = one_group(4, **MASKED)
+    finish(world, node, 0)
+    finish(world, node, 1, outcome="truncated_wall")
+    finish(world, node, 2, outcome="truncated_wall")
+    assert 0 in world.core.groups.live
+    finish(world, node, 3, outcome="truncated_wall")
+    assert 0 not in world.core.groups.live and not world.plans
+    assert world.core.tables.episodes.dropped[DropReason.GROUP_FAILED, "queue"] == 4
+
+    world, node = one_group(3, group__min_valid=3, **MASKED)
+    finish(world, node, 0, outcome="truncated_wall")
+    assert 0 not in world.core.groups.live, "its other members are stopped at once"
+    assert world.core.tables.episodes.dropped[DropReason.GROUP_FAILED, "rollout"] == 2
+
+
+def test_zero_variance_is_judged_by_the_members_whose_outcome_counts() -> None:
+    world, node = one_group(3, group__filter_zero_variance=True, **MASKED)
+    finish(world, node, 0, reward=5.0, outcome="truncated_wall")
+    finish(world, node, 1, reward=1.0)
+    finish(world, node, 2, reward=1.0)
+    assert not world.plans and world.core.tables.episodes.dropped[DropReason.ZERO_VARIANCE, "queue"] == 3
+
+
+def test_many_filtered_groups_in_a_row_are_worth_a_warning_and_then_twice_as_many() -> None:
+    """The run does not stall on them: each one's place is free at once."""
+    world = World(make_config(batch__groups=1, staleness__max_age=0, group__filter_zero_variance=True))
+    world.join("rollout-0", 2)
+    world.update_all()
+    world.send(e.TrainingOpened(100))
+    for _ in range(3 * 450):
+        world.serve(rewards=lambda episode: 1.0)
+    said = [int(line.split()[0]) for line in world.warnings]
+    assert said == [100, 200, 400]
+    world.drain(1)
 
 
 def test_the_running_members_of_a_fallen_group_are_told_to_stop() -> None:

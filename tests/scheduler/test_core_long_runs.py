@@ -97,12 +97,15 @@ def test_an_action_that_a_lost_node_leaves_half_done_counts_as_paused_once() -> 
 
 def test_outcomes_that_the_learner_masks_are_no_trainable_tokens() -> None:
     """A group in which nothing else is left is dropped before its batch is formed: it would be a hole in the batch."""
-    world, node = one_node(4, batch__groups=1, staleness__max_age=1, learner__mask_outcomes=["truncated_wall"])
+    world, node = one_node(
+        6, batch__groups=1, group__size=3, staleness__max_age=1, learner__mask_outcomes=["truncated_wall"]
+    )  # fmt: skip
     for lease in [lease for lease in node.leases.values() if lease.grant.group == 0]:
-        world.delta(node, lease, reward=float(lease.grant.member))
-        world.finish(node, lease, outcome="truncated_wall")
+        masked = lease.grant.member == 0
+        world.delta(node, lease, tokens=1 if masked else 0, reward=float(lease.grant.member))
+        world.finish(node, lease, outcome="truncated_wall" if masked else "terminated")
     assert not world.plans
-    assert world.core.tables.episodes.dropped[DropReason.GROUP_FAILED, "queue"] == 2
+    assert world.core.tables.episodes.dropped[DropReason.GROUP_FAILED, "queue"] == 3
     world.one_step()
     assert [group.group for group in world.plans[0].groups] == [1]
 

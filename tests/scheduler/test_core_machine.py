@@ -29,6 +29,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "group__min_valid": draw(st.integers(0, size)),
         "group__filter_zero_variance": draw(st.booleans()),
         "batch__groups": draw(st.integers(1, 3)),
+        "learner__mask_outcomes": draw(st.sampled_from([[], [], ["truncated_turns"]])),
         "staleness__over_age": draw(st.sampled_from(["mask", "drop", "train"])),
         "rollout__max_episodes": draw(st.integers(1, 5)),
         "update__inflight": draw(st.sampled_from(["recompute", "keep", "turn", "episode"])),
