@@ -47,6 +47,7 @@ class BatchFeed:
         self._stopped = asyncio.Event()
         self._closed_until = float("-inf")  # as far as is known, training is not opened before
         self._closed = False
+        self._waiting = 0
         self._task: asyncio.Task[None] | None = None
 
     def start(self, first: int) -> None:
@@ -100,9 +101,15 @@ class BatchFeed:
     async def take(self) -> PreparedBatch:
         """The batch that `wait` announced. Raises `RunFailed` when it must not be trained."""
         try:
-            return await self._compute.run(self._pipeline.take, 0.0)
+            batch: PreparedBatch = await self._compute.run(self._pipeline.take, 0.0)
         except BatchRefused as error:
             raise RunFailed(f"learner-{self._rank}", f"A batch was refused: {error}.") from error
+        self._count(-1)
+        return batch
+
+    def _count(self, change: int) -> None:
+        self._waiting += change
+        self._metrics.set("segue_queue_depth", self._waiting, queue="prefetch")
 
     async def _ask_for_all(self, first: int) -> None:
         try:
@@ -124,6 +131,7 @@ class BatchFeed:
                 raise scheduler_failed(self._metrics, "take_batch", error) from error
             if reply.batch is not None:
                 self._pipeline.put(reply.batch)
+                self._count(1)
                 self._arrived.put_nowait(step)
                 return True
             if reply.stop:

@@ -52,6 +52,7 @@ ENV = Label("env", None)
 STATE = Label("state", words.STATES)
 QUEUE = Label("queue", words.QUEUES)
 QUEUE_OWNERS = tuple(words.QUEUES)
+TIMED = Label("queue", words.TIMED_QUEUES)
 FAILURE = Label("class", words.FAILURE_CLASSES)
 
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -122,9 +123,11 @@ _PROCESS = (
 
 _QUEUES = (
     _gauge("segue_queue_depth", "items", QUEUE_OWNERS, "Items in a queue now.", QUEUE),
-    _gauge("segue_queue_capacity", "items", QUEUE_OWNERS, "Items a queue may hold; 0 where it is not bounded in items.", QUEUE),
-    _gauge("segue_queue_bytes", "bytes", QUEUE_OWNERS, "Bytes a queue holds in memory.", QUEUE),
-    _histogram("segue_queue_wait_seconds", "seconds", QUEUE_OWNERS, LONG_SECONDS, "Time an item spent in a queue.", QUEUE),
+    _gauge("segue_queue_capacity", "items", ("scheduler",), "Items a queue may hold; 0 where it is not bounded in items.", QUEUE),
+    _gauge("segue_queue_bytes", "bytes", ("scheduler",), "Bytes a queue holds in memory.", QUEUE),
+    _histogram(
+        "segue_queue_wait_seconds", "seconds", tuple(words.TIMED_QUEUES), LONG_SECONDS, "Time an item spent in a queue.", TIMED
+    ),
     _counter("segue_queue_spilled_bytes_total", "bytes", ("scheduler",), "Bytes of the trajectory queue written to disk."),
 )
 
@@ -278,13 +281,6 @@ _ENVPOOL = (
         ENV,
         Label("reason", words.ENV_KILL_REASONS),
     ),
-    _counter(
-        "segue_sandbox_kills_total",
-        "processes",
-        ("envpool",),
-        "Sandboxed commands ended at a limit.",
-        Label("reason", words.SANDBOX_KILL_REASONS),
-    ),
 )
 
 _LEARNER = (
@@ -302,7 +298,7 @@ _LEARNER = (
         "segue_masked_tokens_total",
         "tokens",
         ("learner",),
-        "Sampled tokens kept out of the loss: over age, or beyond the ratio limit.",
+        "Sampled tokens kept out of the loss.",
         Label("reason", words.MASK_REASONS),
     ),
     _histogram("segue_token_staleness_versions", "versions", ("learner",), AGES, "Age in steps of every trained token."),

@@ -53,16 +53,18 @@ QUEUES: dict[str, tuple[str, ...]] = {
     "learner": ("prefetch",),
 }
 """scheduler: episodes waiting for a lease, finished groups waiting for a batch, batches not yet committed. rollout: requests
-waiting for an engine slot, events waiting for an exchange. envpool: calls waiting for a worker. learner: batches prepared."""
+waiting for an engine slot, events waiting for an exchange. envpool: calls waiting for a worker. learner: batches to train."""
+
+TIMED_QUEUES: dict[str, tuple[str, ...]] = {"scheduler": ("ready",), "envpool": ("requests",)}
+"""Those whose items' waits are observed."""
 
 SYNC_PHASES = ("gather", "transfer", "stage", "drain", "pause", "load", "probe", "resume")
 LEARNER_PHASES = ("wait_batch", "prepare", "proximal", "forward_backward", "optimizer", "publish", "checkpoint")
-MASK_REASONS = ("age", "ratio")
+MASK_REASONS = ("age",)
 ENV_FAILURE_REASONS = ("error", "timeout", "worker_died", "worker_killed", "restore", "seed", "capacity", "unknown", "refused")
 """Groups of the pool's own finer reasons (`envpool.commands.Reason`), which its status has one by one."""
 ENV_KILL_REASONS = ("start_timeout", "create_timeout", "reset_timeout", "step_timeout", "close_timeout", "lost")
 """Why an env pool killed a worker; `lost` makes sure of one that died of itself."""
-SANDBOX_KILL_REASONS = ("time", "memory", "processes", "disk", "output")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 RPC_FAILURES = ("timeout", "lost", "error")
 DISCARD_REASONS = ("fenced", "dropped", "failed", "stopped")

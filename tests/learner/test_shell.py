@@ -70,8 +70,11 @@ def test_a_run_follows_the_protocol(tmp_path: Path, model: Path) -> None:
 
 
 def test_metrics_and_states_of_a_run(tmp_path: Path, model: Path) -> None:
+    waiting: list[float] = []
+
     async def work() -> Learner:
         learner = Learner(tmp_path, model, batch_of_step)
+        learner.scheduler.on_trained = lambda step: waiting.append(learner.metrics.value("segue_queue_depth", queue="prefetch"))
         await learner.run()
         assert sum(learner.clock.seconds().values()) == pytest.approx(asyncio.get_running_loop().time())
         assert learner.clock.seconds()["optimizer"] + learner.clock.seconds()["compute"] == pytest.approx(4.0)  # serial step cost
@@ -79,6 +82,7 @@ def test_metrics_and_states_of_a_run(tmp_path: Path, model: Path) -> None:
 
     learner = on_logical_loop(work)
     m, reports = learner.metrics, learner.scheduler.reports
+    assert waiting == [1, 1, 1, 0] and m.value("segue_queue_depth", queue="prefetch") == 0
     assert m.value("segue_learner_steps_total") == 4
     assert m.value("segue_trained_tokens_total") == sum(sum(r.ages) for r in reports)
     assert m.value("segue_token_staleness_versions") == sum(sum(r.ages) for r in reports)
