@@ -97,7 +97,7 @@ class Load:
         self.trained = 0
         self.tasks = 0
         self.sessions: dict[str, int] = {}
-        self.transfer: tuple[Transfer, list[tuple[str, int]]] | None = None
+        self.transfers: list[tuple[Transfer, list[tuple[str, int]]]] = []
         self.formed: list[int] = []
         self.now = 0.0
         self.dead = ""
@@ -140,21 +140,21 @@ class Load:
                     self.tasks += command.count
                     self.send(e.TasksArrived(tasks))
                 elif kind is c.BeginTransfer:
-                    self.transfer = (command.transfer, command.nodes)
+                    self.transfers.append((command.transfer, command.nodes))
                 elif kind is c.FormBatch:
                     self.formed.append(command.plan.step)
                 elif kind is c.Fatal:
                     raise AssertionError(command)
 
     def update(self) -> list[e.Event]:
-        """The events of one finished weight update: the sender's result, and every node's load."""
-        if self.transfer is None:
-            return []
-        transfer, nodes = self.transfer
-        self.transfer = None
-        self.version = transfer.version
-        result = TransferResult(transfer.version, transfer.transfer, True, [], "", 1, 0.1, 0.1)
-        return [result, *(e.FromNode(n, s, Loaded(transfer.transfer, transfer.version, 0.1, 0.0, 0.1)) for n, s in nodes)]
+        """The events of finished transfers, an update's and joins': the sender's results, and every node's load."""
+        events: list[e.Event] = []
+        for transfer, nodes in self.transfers:
+            self.version = max(self.version, transfer.version)
+            events.append(TransferResult(transfer.version, transfer.transfer, True, [], "", 1, 0.1, 0.1))
+            events += [e.FromNode(n, s, Loaded(transfer.transfer, transfer.version, 0.1, 0.0, 0.1)) for n, s in nodes]
+        self.transfers = []
+        return events
 
     def block(self) -> list[e.Event]:
         """The next `BLOCK` messages: a turn, or what else may happen, of attempts chosen at random."""
@@ -177,7 +177,7 @@ class Load:
             events.append(Parked(*key, run.seq, 1.0))
             return
         if run.turn < 0 and run.seq == 0:
-            events.append(DeltaHead(*key, 0, -1, 200, (), True, False, 0.0, 2000))
+            events.append(DeltaHead(*key, 0, -1, (), True, False, 0.0))
             run.seq = 1
         if self.random.random() < FAILURES:
             del self.running[run.episode]
@@ -185,8 +185,8 @@ class Load:
             return
         run.turn += 1
         reward = self.random.random()
-        events.append(DeltaHead(*key, run.seq, run.turn, 300, ((self.version, 40),), False, True, 0.0, 900))
-        events.append(DeltaHead(*key, run.seq + 1, run.turn, 380, (), True, False, reward, 700))
+        events.append(DeltaHead(*key, run.seq, run.turn, ((self.version, 40),), False, True))
+        events.append(DeltaHead(*key, run.seq + 1, run.turn, (), True, False, reward))
         run.seq += 2
         run.reward += reward
         self.rewards[run.episode] = run.reward
@@ -198,7 +198,7 @@ class Load:
 
     def learn(self) -> list[e.Event]:
         """What the learner does when a batch is there: all of one step, with an update that pauses a fifth of the attempts."""
-        if not self.formed or self.transfer is not None:
+        if not self.formed or self.transfers:
             return []
         step = self.formed.pop(0)
         self.trained = step + 1

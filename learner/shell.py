@@ -29,7 +29,6 @@ from learner.reports import TrajectorySamples, record_step
 from learner.state import gather_state, restore_state
 from learner.trainer import NotFinite, StepStats, Trainer
 from learner.world import alone, any_rank, from_first, join_world, leave_world, together
-from segue import wire
 from segue.clock import Compute, ThreadCompute, now
 from segue.config import Config
 from segue.errors import RunFailed, WireError
@@ -261,20 +260,21 @@ class LearnerShell:
         assert trainer is not None
         began = now()
         with self._clock.in_state("wait_publish"):
-            manifest = await self._in_order(lambda: self._gather(trainer))
+            await self._in_order(lambda: self._gather(trainer))
             version = -1
-            if manifest is not None and self._sender is not None:
-                reply = await self._ask(PUBLISH, Publish(trainer.step, manifest, self._sender.address))
+            if self._sender is not None:
+                reply = await self._ask(PUBLISH, Publish(trainer.step, self._sender.address))
                 version = reply.version
             self.version = await self._in_order(lambda: from_first(version)) if self.world > 1 else version
         self._metrics.set("segue_policy_version", self.version)
         self._metrics.set("segue_policy_update_timestamp_seconds", time.time())
         self._metrics.observe("segue_learner_step_seconds", now() - began, phase="publish")
 
-    def _gather(self, trainer: Trainer) -> bytes | None:
+    def _gather(self, trainer: Trainer) -> None:
         probe = score_probe(trainer.policy, self._probe) if self._probe else None
         tensors = full_tensors(trainer.policy, keep=self._sender is not None)
-        return None if self._sender is None else wire.encode(self._sender.publish(trainer.step, tensors, probe))
+        if self._sender is not None:
+            self._sender.publish(trainer.step, tensors, probe)
 
     async def _send_weights(self, request: SendWeights) -> Done:
         """Start a transfer; its outcome is reported by a call of its own. A repeated request is the same transfer."""

@@ -178,12 +178,10 @@ class EpisodeLog:
             attempt=attempt,
             seq=seq,
             turn=turn if record is None else record.turn,
-            context_tokens=len(self.tokens),
             sampled=tuple(body.log.sampled_by_version()),
             record=record is not None,
             pending_action=body.action_complete,
             reward=record.reward if record is not None else 0.0,
-            nbytes=len(payload),
         )
         return Delta(head, payload)
 

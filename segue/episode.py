@@ -49,9 +49,7 @@ class DropReason(enum.StrEnum):
 
     STALE = "stale"
     ZERO_VARIANCE = "zero_variance"
-    REDUNDANT = "redundant"
     GROUP_FAILED = "group_failed"
-    CANCELLED = "cancelled"
     SHUTDOWN = "shutdown"
 
 

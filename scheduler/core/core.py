@@ -63,17 +63,17 @@ NODES = "nodes"
 class SchedulerCore:
     """The state machine of design.md §5, put together from its parts.
 
-    `task_count` is how many different tasks the stream has; `extra` members per group are started beyond G (redundancy; 0).
+    `task_count` is how many different tasks the stream has.
     The parts are public for reading: reports, metrics and tests look at them; only events change them.
     """
 
-    def __init__(self, config: Config, task_count: int | None = None, extra: int = 0) -> None:
+    def __init__(self, config: Config, task_count: int | None = None) -> None:
         t = self.tables = Tables(config)
         self._sync = config.mode == "sync"
         self._alone_seconds = config.cluster.silence_seconds + config.scheduler.lease_seconds
         self.progress = Progress()
         self.leases = Leases(t)
-        self.groups = Groups(t, self.leases, extra)
+        self.groups = Groups(t, self.leases)
         self.failures = Failures(t, self.leases, self.groups, task_count or config.task.train_tasks)
         self.admission = Admission(t, self.leases, self.groups, self.failures, self.progress)
         self.batches = Batches(t, self.groups, self.progress)

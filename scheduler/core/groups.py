@@ -2,8 +2,7 @@
 
 A group ships with at least `group.min_valid` valid members: finished with an outcome that the learner does not keep out of the
 loss (`learner.mask_outcomes`); the others ship along. As soon as it cannot reach that any more it is dropped, so
-that its place is free at once. `extra` members beyond G (redundancy, none yet) would be dropped as `redundant` once G have
-finished.
+that its place is free at once.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ LEASED, ASSEMBLING, QUEUED = State.LEASED, State.ASSEMBLING, State.QUEUED
 class Groups:
     """All groups that are not in a batch yet. `live` counts them for admission."""
 
-    def __init__(self, tables: Tables, leases: Leases, extra: int = 0) -> None:
+    def __init__(self, tables: Tables, leases: Leases) -> None:
         config = tables.config
         self._t = tables
         self._leases = leases
         self._size = config.group.size
-        self._extra = extra
         self._min_valid = config.group.needed
         self._masked = frozenset(config.learner.mask_outcomes)
         self._filter = config.group.filter_zero_variance
@@ -50,10 +48,10 @@ class Groups:
         self._warn_at = WARN_FILTERED
 
     def open(self, task: Task, floor: int, now: float) -> Group:
-        """Admit G (+ extra) episodes of a task."""
+        """Admit G episodes of a task."""
         group = Group(self._new_id(), task, self._size, Purpose.TRAIN, floor, self._temperature, now)
         episodes = self._t.episodes
-        group.members = [episodes.admit(group, member) for member in range(self._size + self._extra)]
+        group.members = [episodes.admit(group, member) for member in range(self._size)]
         group.running = len(group.members)
         self.live[group.id] = group
         self._t.meter.operations += 1
@@ -102,10 +100,6 @@ class Groups:
         self.member_gone(episode, reason, now)
 
     def _settle(self, group: Group, reason: DropReason, now: float) -> None:
-        if group.valid >= group.size and group.running:
-            for member in [m for m in group.members if m.finish is None and m.state in (LEASED, *_WAITING)]:
-                group.running -= 1
-                self._end(member, DropReason.REDUNDANT)
         if group.valid + group.running < self._min_valid:
             self.drop(group, reason)
         elif group.complete:
@@ -183,7 +177,6 @@ class Groups:
 
 
 _OVER = (State.DROPPED, State.FAILED, State.TRAINED)
-_WAITING = (State.PENDING, State.PARKED)
 
 
 def _spread(values: list[float]) -> float:

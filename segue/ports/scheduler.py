@@ -30,12 +30,10 @@ class DeltaHead(msgspec.Struct, frozen=True, gc=False):
     attempt: int
     seq: int
     turn: int
-    context_tokens: int
     sampled: tuple[tuple[int, int], ...]
     record: bool = False
     pending_action: bool = False
     reward: float = 0.0
-    nbytes: int = 0
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True):
@@ -341,10 +339,9 @@ class TrainedReply(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Weights of `step` are gathered and ready to send; `manifest` describes them (`weightsync.manifest`, encoded)."""
+    """Weights of `step` are gathered and ready to send. Their manifest goes to the members with the transfer."""
 
     step: int
-    manifest: bytes
     address: str
 
 

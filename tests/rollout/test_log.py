@@ -64,7 +64,7 @@ def test_a_life_says_what_comes_next() -> None:
     assert acted.head.pending_action and not acted.head.record and acted.head.sampled == ((3, 6),)
     assert (log.phase, log.waiting, log.action) == (Phase.STEP, "action 0", list(range(30, 36)))
     seen = log.write(answer(0), 7, 2)
-    assert seen.head.record and seen.head.reward == 0.25 and seen.head.context_tokens == 15
+    assert seen.head.record and seen.head.reward == 0.25
     assert (log.phase, log.turn, log.waiting, log.action) == (Phase.GENERATE, 1, None, [])
     environment = log.environment()
     assert environment is not None and (environment.snapshot, environment.snapshot_turn) == (b"start", -1)

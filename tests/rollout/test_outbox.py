@@ -33,7 +33,7 @@ def outbox(now: float = 0.0) -> Outbox:
 
 def delta(episode: int = 0, seq: int = 0, *, attempt: int = 1, size: int = 100, record: bool = False, sampled: int = 0) -> Delta:
     spans = ((1, sampled),) if sampled else ()
-    return Delta(DeltaHead(episode, attempt, seq, seq, 10, spans, record=record, nbytes=size), b"x" * size)
+    return Delta(DeltaHead(episode, attempt, seq, seq, spans, record=record), b"x" * size)
 
 
 def finish(episode: int = 0, seq: int = 1) -> Finish:

@@ -93,10 +93,9 @@ class LogEntry:
 class World:
     """Drives a core. Every event goes through `send`, which carries out the commands and checks the promises."""
 
-    def __init__(self, config: Config, task_count: int | None = None, extra: int = 0, auto_tasks: bool = True) -> None:
+    def __init__(self, config: Config, task_count: int | None = None, auto_tasks: bool = True) -> None:
         self.config = config
-        self.core = SchedulerCore(config, task_count, extra)
-        self.extra = extra
+        self.core = SchedulerCore(config, task_count)
         self.task_count = task_count or config.task.train_tasks
         self.now = 0.0
         self.auto_tasks = auto_tasks
@@ -265,7 +264,7 @@ class World:
         versions = set()
         for group in plan.groups:
             valid = [member for member in group.members if member.outcome not in self.config.learner.mask_outcomes]
-            assert self.config.group.needed <= len(valid) and len(group.members) <= group.size + self.extra
+            assert self.config.group.needed <= len(valid) and len(group.members) <= group.size
             fresh = 0
             for member in group.members:
                 assert self.member_of[member.episode] == group.group, "members belong to their group (F14)"
@@ -308,11 +307,9 @@ class World:
             attempt=lease.grant.attempt,
             seq=lease.seq,
             turn=turn,
-            context_tokens=1,
             sampled=sampled,
             record=record,
             reward=reward,
-            nbytes=10,
         )
         lease.seq += 1
         lease.turn = turn
@@ -415,7 +412,7 @@ class World:
         """The whole run dies and goes on from the cut of the last trained step; beside it only the version ledger survives."""
         assert self.cut is not None
         step, lives = self.cut.step, self.core
-        self.core = SchedulerCore(self.config, self.task_count, self.extra)
+        self.core = SchedulerCore(self.config, self.task_count)
         self.core.restore(self.cut, lives.tables.versions.next_id)
         self.nodes.clear()
         self.transfers.clear()

@@ -243,11 +243,9 @@ class FakeNode:
             attempt=lease.attempt,
             seq=len(log),
             turn=turn,
-            context_tokens=1,
             sampled=((version, tokens),),
             record=True,
             reward=float(lease.episode % 2),
-            nbytes=len(payload),
         )
         log.append(payload)
         self._say(port.Delta(head, payload))
@@ -300,7 +298,7 @@ class FakeLearner:
         await self._call(port.TRANSFER_RESULT, result)
 
     async def publish(self) -> None:
-        reply = await self._call(port.PUBLISH, port.Publish(self.step, b"manifest", "here:1"))
+        reply = await self._call(port.PUBLISH, port.Publish(self.step, "here:1"))
         self.versions.append(reply.version)
 
     async def train(self, steps: int) -> None:

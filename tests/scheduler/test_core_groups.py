@@ -13,10 +13,10 @@ from scheduler.core import events as e
 from segue.episode import DropReason, State
 
 
-def one_group(size: int = 4, extra: int = 0, **sections: object) -> tuple[World, ModelNode]:
+def one_group(size: int = 4, **sections: object) -> tuple[World, ModelNode]:
     """Just one group's worth of places, so that group 0 can be watched."""
-    world = World(make_config(group__size=size, batch__groups=1, **sections), extra=extra)
-    node = world.join("rollout-0", size + extra)
+    world = World(make_config(group__size=size, batch__groups=1, **sections))
+    node = world.join("rollout-0", size)
     world.update_all()
     world.send(e.TrainingOpened(100))
     return world, node
@@ -170,21 +170,12 @@ def test_zero_variance_counts_in_the_batch_unless_filtered() -> None:
     assert world.core.tables.episodes.dropped[DropReason.ZERO_VARIANCE, "queue"] == 2
 
 
-def test_surplus_members_are_dropped_as_redundant_once_g_have_finished() -> None:
-    world, node = one_group(2, extra=2)
-    finish(world, node, 3)
-    finish(world, node, 1)
-    assert [m.member for m in world.plans[0].groups[0].members] == [1, 3]
-    assert world.core.tables.episodes.dropped[DropReason.REDUNDANT, "rollout"] == 2
-    assert all(lease.grant.group != 0 for lease in node.leases.values())
-
-
-@pytest.mark.parametrize(("size", "extra", "batch"), list(product([1, 2, 3, 5], [0, 1, 2], [1, 2, 3])))
-def test_f56_any_group_size_redundancy_and_batch_size_goes_on(size: int, extra: int, batch: int) -> None:
+@pytest.mark.parametrize(("size", "batch"), list(product([1, 2, 3, 5], [1, 2, 3])))
+def test_f56_any_group_and_batch_size_goes_on(size: int, batch: int) -> None:
     config = make_config(group__size=max(2, size), batch__groups=batch)
     if size == 1:  # no baseline, so the config refuses it for today's estimators; the scheduler does not mind
         config = config.model_copy(update={"group": config.group.model_copy(update={"size": 1, "min_valid": 1})})
-    world = World(config, extra=extra)
+    world = World(config)
     world.join("rollout-0", 3)
     world.join("rollout-1", 2)
     world.send(e.TrainingOpened(100))

@@ -24,7 +24,7 @@ One = tuple[World, ModelNode, ModelLease]
 
 
 def head(lease: ModelLease, seq: int, *sampled: tuple[int, int], attempt: int | None = None) -> DeltaHead:
-    return DeltaHead(lease.grant.episode, attempt or lease.grant.attempt, seq, 0, 1, tuple(sampled))
+    return DeltaHead(lease.grant.episode, attempt or lease.grant.attempt, seq, 0, tuple(sampled))
 
 
 def test_an_accepted_delta_answers_with_nothing(one: One) -> None:
@@ -48,7 +48,7 @@ def test_a_repeated_delta_is_ignored_and_a_gap_asked_for(one: One) -> None:
 def test_another_attempt_is_refused(one: One) -> None:
     world, _, lease = one
     assert world.send(head(lease, 0, attempt=2)) == (c.Refuse(lease.grant.episode, 2),)
-    assert world.send(DeltaHead(10_000, 1, 0, 0, 1, ())) == (c.Refuse(10_000, 1),)
+    assert world.send(DeltaHead(10_000, 1, 0, 0, ())) == (c.Refuse(10_000, 1),)
 
 
 @pytest.mark.parametrize("sampled", [((7, 1),), ((-1, 1),), ((0, 0),), ((0, -2),), ((1, 1), (0, 1))])

@@ -21,7 +21,7 @@ def one_node(places: int, **sections: object) -> tuple[World, ModelNode]:
 
 def sample_part(world: World, node: ModelNode, lease: ModelLease, complete: bool = False) -> None:
     """A piece of an action, or its end."""
-    head = DeltaHead(*lease.key, lease.seq, lease.turn + 1, 1, ((node.version, 2),), pending_action=complete)
+    head = DeltaHead(*lease.key, lease.seq, lease.turn + 1, ((node.version, 2),), pending_action=complete)
     lease.seq += 1
     world.send(head)
 
@@ -135,7 +135,7 @@ def test_versions_are_known_as_long_as_anything_that_lives_may_name_them() -> No
         world.update_all()
     assert 0 in world.core.tables.versions
     node.leases[silent.grant.episode] = silent
-    head = DeltaHead(*silent.key, silent.seq, 0, 1, ((0, 2), (5, 1)), record=True)
+    head = DeltaHead(*silent.key, silent.seq, 0, ((0, 2), (5, 1)), record=True)
     silent.seq, silent.turn = silent.seq + 1, 0
     world.send(head)
     assert world.logs[silent.grant.episode], "what it sampled under the first version is accepted"

@@ -50,9 +50,9 @@ class Course(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(sections=configs(), extra=st.sampled_from([0, 0, 1]), auto=st.booleans())
-    def begin(self, sections: dict[str, Any], extra: int, auto: bool) -> None:
-        self.world = World(make_config(**sections), extra=extra, auto_tasks=auto)
+    @initialize(sections=configs(), auto=st.booleans())
+    def begin(self, sections: dict[str, Any], auto: bool) -> None:
+        self.world = World(make_config(**sections), auto_tasks=auto)
         self.world.join("rollout-0")
         self.world.join("rollout-1")
         self.world.send(e.TrainingOpened(self.world.config.steps))
@@ -193,7 +193,7 @@ class Course(RuleBasedStateMachine):
     def gap(self, pick: int) -> None:
         if (found := self._lease(pick)) is not None:
             lease = found[1]
-            out = self.world.send(DeltaHead(*lease.key, lease.seq + 1, lease.turn, 1, ((0, 1),)))
+            out = self.world.send(DeltaHead(*lease.key, lease.seq + 1, lease.turn, ((0, 1),)))
             assert out, "what comes after a gap is not accepted"
 
     @precondition(running)
@@ -201,7 +201,7 @@ class Course(RuleBasedStateMachine):
     def untrue_stamp(self, pick: int, version: int) -> None:
         if (found := self._lease(pick)) is not None:
             lease = found[1]
-            assert self.world.send(DeltaHead(*lease.key, lease.seq, lease.turn, 1, ((version, 1),)))
+            assert self.world.send(DeltaHead(*lease.key, lease.seq, lease.turn, ((version, 1),)))
 
     @precondition(running)
     @rule(pick=ANY)

@@ -84,7 +84,7 @@ async def ready(tmp_path: Path, **sections: Any) -> tuple[ShellWorld, Hand]:
 
 
 def delta(lease: port.Lease, seq: int, payload: bytes = b"payload", version: int = 0) -> port.Delta:
-    head = port.DeltaHead(lease.episode, lease.attempt, seq, seq, 1, ((version, 3),), record=True, nbytes=len(payload))
+    head = port.DeltaHead(lease.episode, lease.attempt, seq, seq, ((version, 3),), record=True)
     return port.Delta(head, payload)
 
 
@@ -377,7 +377,7 @@ def test_a_learner_report_that_cannot_be_is_answered_with_an_error(tmp_path: Pat
         calls: list[tuple[Any, Any]] = [
             (port.TRAINED, port.TrainedReport(3, {}, [], False)),
             (port.COMMITTED, port.Committed(4)),
-            (port.PUBLISH, port.Publish(7, b"", "x")),
+            (port.PUBLISH, port.Publish(7, "x")),
             (port.EVAL_STATE, port.EvalState("nobody")),
         ]
         for rpc, request in calls:

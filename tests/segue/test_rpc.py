@@ -49,7 +49,7 @@ def service(answer: Exception | PublishReply) -> tuple[Service, list[tuple[str, 
     return made, errors
 
 
-REQUEST = Publish(3, b"manifest", "host:1")
+REQUEST = Publish(3, "host:1")
 
 
 async def test_a_call_gets_its_reply() -> None:
