@@ -227,12 +227,6 @@ def batch_stats(members: Sequence[Member], found: GroupAdvantages) -> dict[str, 
     }
 
 
-def prepare_batch(batch: Batch, config: Config, rank: int = 0, world: int = 1) -> PreparedBatch:
-    """Everything a rank needs to train its share. Raises `BatchRefused`."""
-    members, found = judge(decode_batch(batch), batch.step, batch.version_steps, config)
-    return assemble(batch.step, members, found, dict(batch.version_steps), config, rank, world)
-
-
 def assemble(
     step: int,
     members: list[Member],

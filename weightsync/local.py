@@ -283,22 +283,3 @@ class LocalReceiver:
         """Give up what runs. Idempotent."""
         self._turns.closed = True
         self._give_up("the receiver was closed")
-
-
-def local_pair(
-    model_name: str,
-    member_name: str,
-    *,
-    bucket_bytes: int,
-    transfer_seconds: float,
-    compute: Compute,
-    sender_gauges: tuple[Metrics, ActivityClock],
-    receiver_metrics: Metrics,
-    dtype: torch.dtype | None = None,
-    expected: Layout | None = None,
-) -> tuple[LocalSender, LocalReceiver]:
-    """A sender and one receiver that share a hub."""
-    hub = LocalHub()
-    sender = LocalSender(hub, model_name, bucket_bytes, transfer_seconds, compute, *sender_gauges, dtype=dtype)
-    receiver = LocalReceiver(hub, member_name, receiver_metrics, model_name=model_name, expected=expected)
-    return sender, receiver

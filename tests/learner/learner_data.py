@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from learner.batches import PreparedBatch, assemble, decode_batch, judge
 from segue import wire
 from segue.config import Config
 from segue.config.root import resolve
@@ -179,3 +180,9 @@ def learner_config(**sections: Any) -> Config:
         "learner": {"pack_tokens": 64},
     }
     return resolve({**data, **sections}, "test.toml")
+
+
+def prepare_batch(batch: Batch, config: Config, rank: int = 0, world: int = 1) -> PreparedBatch:
+    """What the learner's pipeline makes of a batch, in one call. Raises `BatchRefused`."""
+    members, found = judge(decode_batch(batch), batch.step, batch.version_steps, config)
+    return assemble(batch.step, members, found, dict(batch.version_steps), config, rank, world)

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from learner_data import batch_of, learner_config, member_payload, random_batch, random_log
+from learner_data import batch_of, learner_config, member_payload, prepare_batch, random_batch, random_log
 
-from learner.batches import BatchRefused, PreparedBatch, decode_batch, judge, prepare_batch
+from learner.batches import BatchRefused, PreparedBatch, decode_batch, judge
 from segue import wire
 from segue.episode import DeltaBody
 from segue.ports.scheduler import Batch, GroupPayload

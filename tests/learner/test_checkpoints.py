@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from learner_data import learner_config, random_batch, tiny_llama
+from learner_data import learner_config, prepare_batch, random_batch, tiny_llama
 from transformers import AutoModelForCausalLM
 
-from learner.batches import prepare_batch
 from learner.checkpoints import (
     model_folder,
     open_checkpoint,

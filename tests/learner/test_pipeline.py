@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from learner_data import batch_of, learner_config, random_batch, random_log
+from learner_data import batch_of, learner_config, prepare_batch, random_batch, random_log
 
-from learner.batches import BatchRefused, prepare_batch
+from learner.batches import BatchRefused
 from learner.pipeline import BatchPipeline
 
 

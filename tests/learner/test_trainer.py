@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner_data import batch_of, learner_config, random_batch, tiny_llama
+from learner_data import batch_of, learner_config, prepare_batch, random_batch, tiny_llama
 from transformers import LlamaForCausalLM
 
-from learner.batches import MicroBatch, PreparedBatch, decode_batch, judge, prepare_batch
+from learner.batches import MicroBatch, PreparedBatch, decode_batch, judge
 from learner.model import POLICY, PackedModel
 from learner.schedule import learning_rate
 from learner.trainer import NotFinite, StepStats, Trainer

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import torch
-from learner_data import learner_config, random_batch
+from learner_data import learner_config, prepare_batch, random_batch
 from torch.distributed.tensor import DTensor
 
-from learner.batches import prepare_batch
 from learner.model import POLICY, full_tensors, load_model, shard
 from learner.trainer import Trainer
 from learner.world import join_world, leave_world

@@ -11,7 +11,7 @@ from weightsync_support import GENEROUS, Gauged, assert_weights, transfer_to, we
 from segue.clock import LogicalCompute, LogicalLoop, now
 from segue.ports.scheduler import TransferResult
 from segue.ports.weights import Probe, TransferFailed, WeightReceiver, WeightSender
-from weightsync.local import LocalHub, LocalReceiver, LocalSender, local_pair
+from weightsync.local import LocalHub, LocalReceiver, LocalSender
 from weightsync.manifest import layout
 from weightsync.staged import Staged
 
@@ -184,21 +184,14 @@ def test_closed_ends_refuse() -> None:
     run(main())
 
 
-def test_a_pair_is_wired() -> None:
+def test_both_ends_keep_their_ports() -> None:
     async def main() -> None:
         ours, theirs = Gauged(), Gauged()
-        pair = local_pair(
-            "policy",
-            "n0",
-            bucket_bytes=8192,
-            transfer_seconds=COST,
-            compute=LogicalCompute(),
-            sender_gauges=(ours.metrics, ours.clock),
-            receiver_metrics=theirs.metrics,
-            dtype=torch.bfloat16,
+        hub = LocalHub()
+        sender: WeightSender = LocalSender(
+            hub, "policy", 8192, COST, LogicalCompute(), ours.metrics, ours.clock, dtype=torch.bfloat16
         )
-        sender: WeightSender = pair[0]
-        receiver: WeightReceiver = pair[1]
+        receiver: WeightReceiver = LocalReceiver(hub, "n0", theirs.metrics, model_name="policy")
         sender.publish(0, weights(0))
         transfer = transfer_to("local", ["n0"], 0, 0)
         sending = asyncio.ensure_future(sender.send(transfer))
