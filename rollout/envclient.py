@@ -142,10 +142,10 @@ class EnvClient:
         return self._call(channel, request, request.step, 2 * self._config.step_seconds + MARGIN_SECONDS)
 
     def accepted(self, episode: int, attempt: int, step: int) -> None:
-        """Turn `step` is in the scheduler's log."""
+        """Turn `step` is in the scheduler's log. Nobody waits for the pool to hear it: it goes with the next submit."""
         channel = self._where.get((episode, attempt))
         if channel is not None:
-            self._send(channel, Accepted(episode, attempt, step))
+            channel.pending.append(Accepted(episode, attempt, step))
 
     def close(self, episode: int, attempt: int) -> None:
         """Done with an instance, if there is one; whoever waits for it is cancelled."""

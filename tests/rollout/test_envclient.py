@@ -162,9 +162,12 @@ async def test_acceptances_reach_the_pool_that_has_the_instance() -> None:
     for e in range(4):
         c.client.accepted(e, 1, -1)
     c.client.accepted(99, 1, 0)
-    await until(lambda: sum(len(p.accepted) for p in c.pools) == 4)
-    for pool in c.pools:
-        assert {(e, a) for e, a, _ in pool.accepted} == set(pool.instances)
+    submits = [len(p.submits) for p in c.pools]
+    await asyncio.sleep(60.0)
+    assert [len(p.submits) for p in c.pools] == submits, "nobody waits for them: they are no message of their own"
+    await asyncio.gather(*(c.client.step(Step(min(p.instances)[0], 1, 0, "x")) for p in c.pools))
+    for pool, before in zip(c.pools, submits, strict=True):
+        assert {(e, a) for e, a, _ in pool.accepted} == set(pool.instances) and len(pool.submits) == before + 1
 
 
 @virtual
