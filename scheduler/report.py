@@ -128,7 +128,7 @@ class Report:
     def depths(self) -> dict[str, int]:
         """Episodes waiting for a lease, finished groups waiting for a batch, batches not yet committed."""
         core = self._core
-        return {"pending": core.tables.waiting.count, "ready": len(core.groups.ready), "batches": len(core.batches.kept)}
+        return {"pending": core.tables.waiting.count, "ready": core.batches.ready, "batches": len(core.batches.kept)}
 
     def brief(self) -> dict[str, Any]:
         """The part of `status` that goes with every step."""

@@ -97,6 +97,11 @@ class Batches:
             heapq.heappush(self._groups.ready, (group.id, group))
         self._picked = []
 
+    @property
+    def ready(self) -> int:
+        """Finished groups that wait for a batch."""
+        return sum(group.open for _, group in self._groups.ready) + sum(group.open for group in self._picked)
+
     # --- forming --------------------------------------------------------------------------------------------------------
 
     def form(self, now: float) -> None:

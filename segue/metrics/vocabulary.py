@@ -37,8 +37,8 @@ FAILURE_CLASSES = tuple(str(failure) for failure in FailureClass)
 DROP_STAGES = ("rollout", "queue")
 """Where a dropped episode was: `rollout` never finished, `queue` finished and was never trained."""
 
-PAUSE_REASONS = ("update", "slice", "preemption", "migration")
-MIGRATION_REASONS = ("node_lost", "fenced", "failed", "parked", "slow")
+PAUSE_REASONS = ("update", "slice", "migration")
+MIGRATION_REASONS = ("node_lost", "fenced", "failed", "parked")
 FENCE_REASONS = ("silent", "update_deadline", "load_failed", "replaced")
 REFUSAL_REASONS = ("stale_attempt", "stale_session", "duplicate", "gap", "unexpected", "corrupt")
 

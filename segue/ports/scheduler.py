@@ -90,7 +90,7 @@ class SliceUsed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Paused(msgspec.Struct, frozen=True, tag=True):
-    """A request ended before its turn did. `reason`: update, slice, preemption, migration."""
+    """A request ended before its turn did. `reason`: update, slice or migration."""
 
     episode: int
     attempt: int
