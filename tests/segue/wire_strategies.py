@@ -94,6 +94,8 @@ def sample(hint: Any, salt: int = 0) -> Any:
         return tuple(sample(arg, salt) for arg in args if arg is not Ellipsis)
     if origin is dict:
         return {sample(args[0], salt): sample(args[1], salt)}
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return list(hint)[salt % len(hint)]
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         hints = typing.get_type_hints(hint)
         return hint(**{name: sample(hints[name], i) for i, name in enumerate(hint.__struct_fields__)})
