@@ -1,7 +1,11 @@
 """The exchanges of rollout nodes: sessions, numbers, repetitions, and every event of one exchange as one commit.
 
-Consumes: `exchange` calls. Waits for: the node's previous exchange, the journal, and, if the node flushes faster than its share
-of the message rate, for that long. Unblocked by: time. Produces: replies; a repeated exchange gets the reply it had.
+Consumes: `exchange` calls. Waits for: the node's previous exchange, the journal, and, if the node flushes faster than it was told
+to, for that long. Unblocked by: time. Produces: replies; a repeated exchange gets the reply it had.
+
+How many messages there are depends on the nodes, not on their episodes: each node has one exchange per `flush_after`, whose reply
+is held back if it comes earlier, and one push of orders per `order_after`. Both grow with the nodes, so that all of them together
+stay within their shares of the message rate. A call and its reply count as one message.
 """
 
 from __future__ import annotations
@@ -24,10 +28,12 @@ from segue.ports.rpc import Peer
 if TYPE_CHECKING:
     from scheduler.shell import SchedulerShell
 
-MIN_FLUSH_SECONDS = 0.1
-"""No node needs to report ordinary deltas more often; what is urgent is flushed at once anyway."""
-EXCHANGE_SHARE = 0.8
-"""Of `scheduler.messages_per_second`, exchanges may take this share; the learner's and the driver's calls have the rest."""
+MIN_FLUSH_SECONDS, MIN_ORDER_SECONDS = 0.1, 0.05
+"""However few nodes there are, none needs to report or to be told anything more often."""
+EXCHANGE_SHARE, ORDER_SHARE = 0.4, 0.4
+"""Of `scheduler.messages_per_second`; the learner's and the driver's calls have the rest."""
+HOLD_SHARE = 0.1
+"""Of a lease: no reply is held back longer, or the node would take it for lost."""
 
 
 class Exchanges:
@@ -36,7 +42,7 @@ class Exchanges:
     def __init__(self, shell: SchedulerShell, config: Config) -> None:
         self._shell = shell
         self._lease_seconds = config.scheduler.lease_seconds
-        self._rate = EXCHANGE_SHARE * config.scheduler.messages_per_second
+        self._rate = config.scheduler.messages_per_second
         self._links: dict[str, NodeLink] = {}
 
     def link(self, name: str) -> NodeLink:
@@ -44,7 +50,7 @@ class Exchanges:
         link = self._links.get(name)
         if link is None:
             count = self._shell.core.tables.tally.count
-            link = self._links[name] = NodeLink(name, self._lease_seconds / 3, self._shell.spawn, count)
+            link = self._links[name] = NodeLink(name, self._lease_seconds / 3, self.order_after, self._shell.spawn, count)
         return link
 
     def connect(self, name: str, peer: Peer) -> None:
@@ -62,8 +68,8 @@ class Exchanges:
         link = self.link(exchange.node)
         async with link.lock:
             reply = await self._answer(link, exchange)
-            pause = link.replied_at + self._spacing() - loop_now()
-            if pause > 0:  # keeps all nodes together within the message rate, however often they flush
+            pause = link.replied_at + min(self.flush_after(), HOLD_SHARE * self._lease_seconds) - loop_now()
+            if pause > 0:
                 await asyncio.sleep(pause)
             link.replied_at = loop_now()
             return reply
@@ -150,11 +156,15 @@ class Exchanges:
             number=exchange.number,
             refused=refused or [],
             resend=resend or [],
-            flush_after=max(MIN_FLUSH_SECONDS, 2 * self._spacing()),
+            flush_after=self.flush_after(),
             lease_seconds=self._lease_seconds,
             fenced=fenced,
         )
 
-    def _spacing(self) -> float:
-        """Seconds between two exchanges of one node at which all nodes together use their share of the message rate."""
-        return max(1, len(self._shell.core.tables.nodes)) / self._rate
+    def flush_after(self) -> float:
+        """Seconds between two exchanges of one node."""
+        return max(MIN_FLUSH_SECONDS, len(self._shell.core.tables.nodes) / (EXCHANGE_SHARE * self._rate))
+
+    def order_after(self) -> float:
+        """Seconds between two pushes of orders to one node."""
+        return max(MIN_ORDER_SECONDS, len(self._shell.core.tables.nodes) / (ORDER_SHARE * self._rate))

@@ -1,7 +1,8 @@
 """The scheduler's end of the channel to one rollout node: sessions, numbered exchanges, numbered orders.
 
 Orders wait here until the node has seen them. One batch is in flight; it is sent again, after a pause, until it is seen or
-the session is over. Nothing runs while nothing waits.
+the session is over. Batches keep a distance, in which orders gather, so that their number does not grow with that of the
+episodes; the first after a silence goes at once. Nothing runs while nothing waits.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from segue.clock import now
 from segue.ports.rpc import Peer, PeerError, PeerTimeout, RemoteError, ask
 from segue.ports.scheduler import ORDERS, ExchangeReply, Lease, Order, Orders
 
 log = logging.getLogger(__name__)
 
-BATCH_ORDERS = 64
+BATCH_ORDERS = 1024
 BATCH_BYTES = 4 << 20
-"""A batch of orders ends at either: leases carry whole logs, and a message should stay far below what a transport refuses."""
+"""A batch of orders ends at either: leases carry whole logs, and a message should stay far below what a transport refuses. What
+is left goes at once."""
 AGAIN_SECONDS = 0.5
 """Pause before a batch that was not seen is sent again."""
 
@@ -37,6 +40,7 @@ class NodeLink:
         self,
         name: str,
         timeout: float,
+        order_after: Callable[[], float],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         count: Callable[..., None],
     ) -> None:
@@ -50,6 +54,9 @@ class NodeLink:
         self.counts: dict[str, float] = {}
         self.lock = asyncio.Lock()
         self._timeout = timeout
+        self._order_after = order_after
+        self._pushed_at = float("-inf")
+        self._full = False
         self._spawn = spawn
         self._count = count
         self._orders: deque[Order | Later] = deque()
@@ -99,9 +106,14 @@ class NodeLink:
 
     async def _push(self) -> None:
         while self._orders and self.peer is not None:
+            pause = 0.0 if self._full else self._pushed_at + self._order_after() - now()
+            if pause > 0:
+                await asyncio.sleep(pause)
+                continue
             session, batch = self.session, await self._batch()
             if not batch:
                 continue  # what waited is void meanwhile
+            self._pushed_at = now()
             message = Orders(self.name, session, self._first, batch)
             try:
                 answer = await ask(self.peer, ORDERS, message, self._timeout)
@@ -122,7 +134,8 @@ class NodeLink:
         batch: list[Order] = []
         nbytes = 0
         here = self.session, self._first
-        while len(batch) < min(len(self._orders), BATCH_ORDERS):
+        self._full = False
+        while len(batch) < len(self._orders):
             order = self._orders[len(batch)]
             if not isinstance(order, Order):
                 order = await order.fetch()
@@ -131,7 +144,8 @@ class NodeLink:
                 self._orders[len(batch)] = order
             if isinstance(order, Lease):
                 nbytes += sum(map(len, order.snapshot.deltas))
-            if batch and nbytes > BATCH_BYTES:
+            if batch and (len(batch) == BATCH_ORDERS or nbytes > BATCH_BYTES):
+                self._full = True
                 break
             batch.append(order)
         return batch

@@ -91,7 +91,7 @@ class SchedulerConfig(Section):
     lease_seconds: float = Field(15.0, gt=0.0)
     """A lease ends this long after the last exchange with its node."""
     messages_per_second: float = Field(500.0, gt=0.0)
-    """Messages of all nodes together; with more nodes each flushes more rarely."""
+    """Calls between the scheduler and all others together; with more nodes each one's reports and orders gather longer."""
     retries_infra: int = Field(3, ge=0)
     """Further attempts of an episode whose node, engine or connection failed."""
     retries_env: int = Field(2, ge=0)

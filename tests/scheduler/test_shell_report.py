@@ -7,13 +7,17 @@ from pathlib import Path
 
 from core_world import World, make_config
 from shell_world import ShellWorld, run
-from test_shell_protocol import delta, finish, ready
+from test_shell_protocol import Hand, delta, finish, ready
 
 from scheduler.core import events as e
 from segue.episode import DropReason
 from segue.metrics import vocabulary as words
 from segue.ports import scheduler as port
 from segue.ports.rpc import ask
+
+
+def newest(hand: Hand) -> port.Order:
+    return hand.orders[-1]
 
 
 def test_queue_depths_are_reported_as_they_are(tmp_path: Path) -> None:
@@ -69,11 +73,11 @@ def test_a_used_slice_is_extended_by_another_or_the_episode_is_parked_for_somebo
         first, *_, last = hand.leases()
         assert (first.group, last.group) == (0, 1) and first.slice_tokens == last.slice_tokens == 100
         await hand.say(delta(last, 0), port.SliceUsed(last.episode, last.attempt))
-        assert hand.orders[-1] == port.Extend(last.episode, last.attempt, 100), "nobody waits"
+        assert newest(hand) == port.Extend(last.episode, last.attempt, 100), "nobody waits"
         evaluation = world.shell._stream.take(1)
         await ask(world.driver, port.START_EVAL, port.StartEval("beside", evaluation, 0.0), 10.0)
         await hand.say(port.SliceUsed(last.episode, last.attempt))
-        assert hand.orders[-1] == port.ParkOrder(last.episode, last.attempt), "the evaluation comes first, and waits for a place"
+        assert newest(hand) == port.ParkOrder(last.episode, last.attempt), "the evaluation comes first, and waits for a place"
         await hand.say(port.Parked(last.episode, last.attempt, 1, 2.5))
         beside = hand.leases()[-1]
         assert (beside.purpose, beside.slice_tokens) == ("eval", 0)
