@@ -46,6 +46,7 @@ from segue.report import (
     step_text,
     summary_table,
 )
+from segue.report.read import age_bound
 from segue.rundir import JsonLines, RunDir, read_jsonl, write_json
 from segue.wire import Message
 
@@ -225,7 +226,7 @@ class Controller:
         summary = build_summary(
             RunFacts(
                 mode=self._config.mode,
-                bound=self._config.staleness.max_age,
+                bound=age_bound(self._run, self._config),
                 wall_seconds=time.monotonic() - self._began,
                 lines=read_jsonl(self._run.metrics),
                 episodes=_episodes(status["episodes"]),
