@@ -77,7 +77,7 @@ class Console(io.TextIOBase):
         except OSError as error:
             self._gone = True
             self._waiting.clear()
-            log.warning("the console is gone (%s): the run goes on without it", error.strerror)
+            log.warning("the console is gone (%s): nothing more is shown there", error.strerror)
         if len(self._waiting) > KEPT:
             del self._waiting[: self._waiting.find(b"\n", len(self._waiting) - KEPT) + 1]
 

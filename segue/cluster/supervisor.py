@@ -161,7 +161,7 @@ class _Watch:
             self._on_death(part)
 
     def _on_death(self, part: str) -> None:
-        if self._stopping or self._interrupted or self._first_death is not None:
+        if self._stopping or self._interrupted or self._killed or self._first_death is not None:
             return
         self._first_death = part
         asyncio.get_running_loop().call_later(GRACE_AFTER_DEATH, self._kill_driver)

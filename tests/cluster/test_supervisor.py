@@ -233,7 +233,9 @@ def test_a_driver_that_falls_silent_is_ended_and_named(prepared: Prepared, monke
     cluster = prepared.config.cluster.model_copy(update={"silence_seconds": 0.1})
     silent = dataclasses.replace(prepared, config=prepared.config.model_copy(update={"cluster": cluster}))
     script = """
-    sleeper()
+    tied = "import ctypes, time; ctypes.CDLL(None).prctl(1, 9); time.sleep(600)"  # ends with the driver, and is seen to end first
+    report(pid=subprocess.Popen([sys.executable, "-c", tied]).pid, part="raylet", fatal=True)
+    time.sleep(0.5)
     report(started=True)
     report(alive=True)
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -61,7 +61,7 @@ def test_a_reader_that_is_gone_is_told_once(caplog: pytest.LogCaptureFixture) ->
         for _ in range(3):
             print("step", file=shown)
         shown.drain(0.0)
-        assert [record.message for record in caplog.records] == ["the console is gone (Broken pipe): the run goes on without it"]
+        assert [record.message for record in caplog.records] == ["the console is gone (Broken pipe): nothing more is shown there"]
 
 
 def test_a_full_disk_is_no_reason_to_end(caplog: pytest.LogCaptureFixture) -> None:
