@@ -112,9 +112,10 @@ def test_print_goes_through_it() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_lead_nowhere(closed: str) -> None:
-    """The next pipe does not get the number of standard output."""
+    """The next pipe does not get the number of standard output; nor does it in a child."""
     script = (
-        "from segue.console import open_missing_streams; open_missing_streams(); import os, sys; "
+        "from segue.console import open_missing_streams; open_missing_streams(); import os, subprocess, sys; "
+        "subprocess.run([sys.executable, '-c', 'import os; [os.fstat(number) for number in range(3)]'], check=True); "
         "print('a word', flush=True); print('a word', file=sys.stderr, flush=True); sys.exit(40 + min(os.pipe()))"
     )
     ended = subprocess.run(
