@@ -56,6 +56,8 @@ R = TypeVar("R", bound=Message)
 CALL_SECONDS = 30.0
 WATCH_SECONDS = 10.0
 """How long the scheduler may hold a question for events before it says that there are none."""
+LAST_EVENTS_SECONDS = 5.0
+"""How long a run that ends early waits for what the scheduler has still to tell."""
 
 
 class Controller:
@@ -169,6 +171,12 @@ class Controller:
         with contextlib.suppress(RunFailed):
             while await self._take_events(0.0):
                 pass
+
+    async def catch_up(self) -> None:
+        """After a course that was cancelled or failed: steps that were trained meanwhile are noted as all others are."""
+        with contextlib.suppress(RunFailed, TimeoutError):
+            async with asyncio.timeout(LAST_EVENTS_SECONDS):
+                await self._drain_events()
 
     def _on_event(self, event: RunEvent) -> None:
         if event.what == "step":

@@ -78,13 +78,19 @@ class Serial:
                 for task in done - {course}:
                     task.result()
             if not course.done():
-                await self._interrupt(course, learned)
+                try:
+                    await self._interrupt(course, learned)
+                finally:
+                    await controller.catch_up()
                 return 130
             await course
             controller.finish(self._facts())
             await controller.stop("the run is done")
             return 0
         except RunFailed as failure:
+            course.cancel()
+            await asyncio.wait([course])
+            await controller.catch_up()
             await controller.stop(failure.sentence)
             raise
         finally:
@@ -94,6 +100,7 @@ class Serial:
     async def _interrupt(self, course: asyncio.Task[None], learned: Awaitable[None]) -> None:
         """Ctrl-C: the learner ends its step and writes a checkpoint."""
         course.cancel()
+        await asyncio.wait([course])
         await self._hosts["learner-0"].role.stop()
         await learned
 

@@ -39,7 +39,8 @@ def test_ctrl_c_stops_in_order_and_keeps_a_checkpoint(interrupted: Command) -> N
     assert not list((run / "metrics" / "targets").iterdir()), "a clean stop withdraws all targets"
     steps = [line["step"] for line in lines_of(run)]
     saved = RunDir.open(run).latest_checkpoint().step
-    assert steps == list(range(len(steps))) and saved >= len(steps) >= 3
+    assert steps == list(range(saved)) and saved >= 3, "every step of the checkpoint has its line"
+    assert interrupted.trained() == saved, "and was shown"
 
 
 def test_a_stopped_run_can_be_reported(interrupted: Command) -> None:
@@ -64,7 +65,7 @@ def test_the_stopped_run_goes_on(interrupted: Command, smoke: Path) -> None:
     assert int(command.line(r"^step +(\d+)/")[1]) == saved + 1
     assert_whole(run, saved + 3)
     after = lines_of(run)
-    assert after[: len(before)] == before[:saved]
+    assert after[:saved] == before
     assert all(line["version"] > before[-1]["version"] for line in after[saved:])
     assert after[saved]["elapsed_seconds"] > before[-1]["elapsed_seconds"]
     assert summary_of(run)["eval"]["before"] == first_eval
@@ -141,4 +142,5 @@ def test_ctrl_c_in_serial_mode(smoke: Path, tmp_path: Path) -> None:
         assert command.wait(END_SECONDS) == 130, command.tails()
         assert command.err == []
         command.assert_nothing_left()
-    assert RunDir.open(run).latest_checkpoint().step >= 2
+    saved = RunDir.open(run).latest_checkpoint().step
+    assert saved >= 2 and len(lines_of(run)) == command.trained() == saved
