@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from rollout.chat import ChatRenderer
 from rollout.envclient import EnvCallFailed, EnvClient
-from rollout.fit import fit_observation
+from rollout.fit import beyond, fit_observation
 from rollout.gate import Gate, Passage
 from rollout.interrupts import Dropped, Interrupts, Parking
 from rollout.ledger import EpisodeKv, Ledger
@@ -193,6 +193,12 @@ class EpisodeLoop:
             self._write_prompt(created)
 
     def _write_prompt(self, created: Created) -> None:
+        messages = created.observation.messages
+        if beyond(messages, self._budget.max_tokens):
+            raise UserError(
+                f"The prompt of task {self.lease.task.id} has {sum(len(m.content) for m in messages)} characters, far more than "
+                f"rollout.max_tokens = {self._budget.max_tokens} tokens hold: raise it, or leave the task out."
+            )
         prompt = self._host.renderer.prompt_log(created.observation)
         room = self._budget.max_tokens - self._budget.closing - len(prompt)
         if room < 1:

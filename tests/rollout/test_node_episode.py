@@ -187,6 +187,15 @@ def test_a_prompt_that_leaves_no_room_is_a_data_failure() -> None:
     assert record.deltas == []
 
 
+def test_a_prompt_far_too_long_is_not_even_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold up the node's loop for longer than its leases last."""
+    world = World(config(rollout={"max_tokens": 16, "max_turn_tokens": 8}))
+    monkeypatch.setattr("rollout.fit.CHARACTERS_PER_TOKEN", 1)
+    monkeypatch.setattr("rollout.chat.ChatRenderer.prompt_log", lambda *_: pytest.fail("it was tokenized"))
+    record, _ = one(talk(), world)
+    assert [(f.failure, f.reason) for f in record.fails] == [("data", "unusable")]
+
+
 @pytest.mark.parametrize("step", [-1, 0, 1])
 def test_environment_failures_keep_their_class_and_touch_nobody_else(step: int) -> None:
     """F64, F68: a failure is a typed result; no error text becomes an observation."""
