@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import tomllib
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,24 +41,27 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
     else:
         check_ports(config)
     now = datetime.now()
-    checkpoint = None
+    checkpoint, again = None, False
     if resume:
         assert run_path is not None
         run, checkpoint = _resume(run_path, config)
     elif run_path is not None:
+        again = RunDir(run_path).begun_in_vain()
         run = RunDir.create(run_path, to_toml(config))
     else:
         run = RunDir.create_default(config_path, to_toml(config), now)
     attempt = run.begin_attempt(now, checkpoint.step if checkpoint else None)
     for line in plan_lines(config, str(config_path), run.path, _model_text(config)):
         print(line, flush=True)
+    if again:
+        print("  again     an earlier attempt in that directory trained no step: it is replaced, its logs too", flush=True)
     if checkpoint is not None:
         print(f"  resume    from {checkpoint.path} (step {checkpoint.step})", flush=True)
     try:
         model = find_model(config)
     except BaseException:
         if not resume:  # nothing is begun, and the name is free for another try
-            shutil.rmtree(run.path)
+            run.discard()
         raise
     return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt)
 

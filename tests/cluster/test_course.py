@@ -31,6 +31,8 @@ class Scheduler(Service):
         super().__init__()
         self.events = list(events)
         self._opened = asyncio.Event()
+        self._more = asyncio.Event()
+        self.all_told = asyncio.Event()
         self.add(OPEN_TRAINING, self._open)
         self.add(WATCH_EVENTS, self._watch)
 
@@ -40,8 +42,9 @@ class Scheduler(Service):
 
     async def _watch(self, request: WatchEvents) -> EventsReply:
         await self._opened.wait()
-        while request.wait and not self._after(request):
-            await asyncio.sleep(0)
+        if request.wait and not self._after(request):
+            self.all_told.set()
+            await self._more.wait()
         return EventsReply(self._after(request))
 
     def _after(self, request: WatchEvents) -> list[RunEvent]:
@@ -128,8 +131,7 @@ async def test_the_step_that_an_interrupt_lets_end_is_noted(
     driver._actors = {"scheduler-0": SimpleNamespace(peer=scheduler)}  # type: ignore[dict-item]
     driver._ends = {asyncio.create_task(learns()): SimpleNamespace(spec=SimpleNamespace(role="learner"))}  # type: ignore[dict-item]
     course = asyncio.create_task(driver._course())
-    while not read_jsonl(run.metrics):
-        await asyncio.sleep(0)
+    await scheduler.all_told.wait()
     driver._interrupted.set()
     if end is None:
         assert await course == 130

@@ -300,8 +300,11 @@ def test_an_incomplete_run_says_so_and_shows_what_the_steps_tell(tmp_path: Path)
     summary, sentence = read_report(run.path)
     assert sentence == (
         f"The run in {run.path} is not complete: 2 of 5 steps are trained, and the figures are those of the steps alone "
-        "(a stopped run goes on with --resume)."
+        "(it has no checkpoint to go on from yet)."
     )
+    (run.checkpoints / "step_2").mkdir()
+    (run.checkpoints / "step_2" / "COMPLETE").touch()
+    assert read_report(run.path)[1].endswith("those of the steps alone (a stopped run goes on with --resume).")
     assert summary["incomplete"] and summary["tokens"] == {"generated": None, "trained": 200, "masked_age": 7}
     assert summary["staleness"]["bound"] == 4 and summary["wall_seconds"] == 3.0
     text = rendered(summary)
