@@ -42,9 +42,9 @@ from segue.report import (
     RunFacts,
     WeightSyncFigures,
     build_summary,
+    print_summary,
     step_line,
     step_text,
-    summary_table,
 )
 from segue.report.read import age_bound
 from segue.rundir import JsonLines, RunDir, read_jsonl, write_json
@@ -227,8 +227,6 @@ class Controller:
 
     def finish(self, facts: Mapping[str, Facts], silent: Sequence[str] = ()) -> dict[str, Any]:
         """Write summary.json and print the table. `facts` come from every role process but those in `silent`."""
-        import rich.console
-
         self._lines.close()
         status = self._status
         summary = build_summary(
@@ -246,7 +244,7 @@ class Controller:
             )
         )
         write_json(self._run.summary, summary)
-        rich.console.Console(file=cast(IO[str], self._console)).print(summary_table(summary, f"Run {self._run.path}"))
+        print_summary(summary, f"Run {self._run.path}", cast(IO[str], self._console))
         self._say(f"Everything is in {self._run.path}: summary.json, metrics.jsonl, logs/, trajectories/, checkpoints/.")
         return summary
 

@@ -14,6 +14,7 @@ from segue.cluster.devices import with_devices
 from segue.cluster.plan import plan_lines
 from segue.cluster.ports import check_ports
 from segue.cluster.processes import die_with_parent
+from segue.cluster.stopped import go_on_command
 from segue.config import Config, load_config, to_toml
 from segue.config.learner import WarmstartConfig
 from segue.errors import UserError
@@ -22,7 +23,10 @@ from segue.rundir import CheckpointFolder, RunDir
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start. `resume` is the checkpoint folder to go on from, or ""."""
+    """A run that is ready to start.
+
+    `resume` is the checkpoint folder to go on from, or ""; `go_on` the command that resumes this run if it is stopped.
+    """
 
     config: Config
     run: RunDir
@@ -30,6 +34,7 @@ class Prepared:
     resume: str
     attempt: int
     only_eval: bool = False
+    go_on: str = ""
 
 
 def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool, serial: bool = False) -> Prepared:
@@ -63,7 +68,8 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
         if not resume:  # nothing is begun, and the name is free for another try
             run.discard()
         raise
-    return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt)
+    go_on = go_on_command(config_path, run.path, overrides, serial)
+    return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt, go_on=go_on)
 
 
 def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
+from rich.console import Console
 from rich.table import Table
 
 _UNKNOWN = "–"
@@ -18,6 +19,16 @@ def summary_table(summary: Mapping[str, Any], title: str) -> Table:
     for subject, text in rows(summary):
         table.add_row(subject, text)
     return table
+
+
+def print_summary(summary: Mapping[str, Any], title: str, file: IO[str]) -> None:
+    """The table on a terminal; elsewhere one line per row, however long, so that no figure is torn apart."""
+    if file.isatty():
+        Console(file=file).print(summary_table(summary, title))
+        return
+    found = list(rows(summary))
+    width = max(len(subject) for subject, _ in found)
+    print(title, *(f"{subject:<{width}} {text}" for subject, text in found), sep="\n", file=file, flush=True)
 
 
 def rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

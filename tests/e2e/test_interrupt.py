@@ -41,6 +41,10 @@ def test_ctrl_c_stops_in_order_and_keeps_a_checkpoint(interrupted: Command) -> N
     saved = RunDir.open(run).latest_checkpoint().step
     assert steps == list(range(saved)) and saved >= 3, "every step of the checkpoint has its line"
     assert interrupted.trained() == saved, "and was shown"
+    told, go_on = interrupted.out[-2:]
+    assert told == f"Stopped at step {saved} of 100000; the newest checkpoint is {run}/checkpoints/step_{saved}. Go on with:"
+    assert go_on.startswith(f"  segue train {interrupted.arguments[1]} --run {run} --resume --set steps=100000 --set ")
+    assert any(line.startswith("tokens ") for line in interrupted.out), "the figures so far"
 
 
 def test_a_stopped_run_can_be_reported(interrupted: Command) -> None:
@@ -119,6 +123,9 @@ def test_ctrl_c_while_the_roles_start(smoke: Path, tmp_path: Path) -> None:
         command.signal(signal.SIGINT)
         assert command.wait(END_SECONDS) == 130, command.tails()
         assert command.err == []
+        assert command.out[-1] == (
+            f"Stopped before a step was trained: there is no checkpoint, and {tmp_path}/run may be used again."
+        )
         command.assert_nothing_left()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,14 @@ from segue.report import (
     RunFacts,
     WeightSyncFigures,
     build_summary,
+    print_summary,
     step_line,
     step_text,
     summary_table,
 )
 from segue.report.read import read_report
 from segue.report.steps import age_histogram, age_max, age_mean, age_quantile, without_seconds
+from segue.report.table import rows
 from segue.rundir import JsonLines, RunDir, plain, write_json
 
 ISSUE_KEYS: dict[str, Any] = {
@@ -255,6 +258,16 @@ def rendered(summary: dict[str, Any]) -> str:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(summary_table(summary, "Run demo"))
     return console.export_text()
+
+
+def test_a_table_that_goes_to_a_file_is_neither_wrapped_nor_padded() -> None:
+    summary = build_summary(facts()) | {"notes": ["a note of many words " * 20 + "256.3 / s"]}
+    file = io.StringIO()
+    print_summary(summary, "Run demo", file)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "Run demo" and len(lines) == 1 + len(list(rows(summary)))
+    assert lines[-1].startswith("note ") and lines[-1].endswith("256.3 / s")
+    assert all(line == line.rstrip() for line in lines)
 
 
 def test_the_table_shows_the_figures() -> None:
