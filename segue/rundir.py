@@ -155,8 +155,8 @@ class RunDir:
     # --- getting one ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: Path, config_toml: str) -> RunDir:
-        """A new run directory. Raises `UserError` if it is used already or cannot be made.
+    def create(cls, path: Path, config_toml: str, remedy: str = "name another with --run") -> RunDir:
+        """A new run directory. Raises `UserError` if it is used already or cannot be made (and then says the `remedy`).
 
         One in which no step was trained may be used again: what the earlier attempt left is removed.
         """
@@ -172,7 +172,7 @@ class RunDir:
         except RunFailed as error:
             raise UserError(error.sentence.replace(" and go on with --resume", "")) from error
         except OSError as error:
-            raise UserError(f"The run directory {path} cannot be made ({error.strerror}): name another with --run.") from None
+            raise UserError(f"The run directory {path} cannot be made ({error.strerror}): {remedy}.") from None
         return run
 
     def _check_unused(self) -> None:
@@ -225,12 +225,12 @@ class RunDir:
             self.path.rmdir()
 
     @classmethod
-    def create_default(cls, config_path: Path, config_toml: str, now: datetime, root: Path = Path("runs")) -> RunDir:
+    def create_default(cls, config_path: Path, config_toml: str, now: datetime, root: Path = Path("runs"), **how: str) -> RunDir:
         """A new run directory `runs/<config name>-<time>`; a second one in the same second gets a number."""
         base = f"{config_path.stem}-{now:%Y%m%d-%H%M%S}"
         names = [base, *(f"{base}-{n}" for n in range(2, 100))]
         name = next((name for name in names if not (root / name).exists()), base)
-        return cls.create(root / name, config_toml)
+        return cls.create(root / name, config_toml, **how)
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -296,6 +296,11 @@ class RunDir:
             started = now.isoformat(timespec="seconds")
             lines.append({"attempt": attempt, "started": started, "version": __version__, "resumed_from": resumed_from})
         return attempt
+
+    def env_log(self) -> Path:
+        """The log that what an environment raised just now is in: of an env pool, or of the one process of a serial run."""
+        logs = [path for name in ("envpool-*.log", "serial-0.log") for path in self.logs.glob(name)]
+        return max(logs, key=lambda path: path.stat().st_mtime, default=self.log_of("envpool-0"))
 
     def attempts(self) -> int:
         """How often the run was started."""

@@ -32,7 +32,13 @@ def print_summary(summary: Mapping[str, Any], title: str, file: IO[str]) -> None
 
 
 def rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(subject, figures) of everything the summary holds."""
+    """(subject, figures) of everything the summary holds; of an evaluation alone (`segue eval`), what it found."""
+    if (found := (summary.get("eval") or {}).get("eval")) is not None:
+        yield "success", f"{found['success']:.3f}"
+        yield "tasks", f"{_n(found['n'])} held out, {_n(found['failed'])} failed"
+        for note in summary.get("notes") or []:
+            yield "note", note
+        return
     yield "run", f"{summary['mode']}, {_n(summary['steps'])} steps in {_n(summary['wall_seconds'], '.1f')} s"
     if evals := summary.get("eval"):
         yield "success", _success(evals)

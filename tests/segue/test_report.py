@@ -270,6 +270,12 @@ def test_a_table_that_goes_to_a_file_is_neither_wrapped_nor_padded() -> None:
     assert all(line == line.rstrip() for line in lines)
 
 
+def test_an_evaluation_alone_shows_what_it_found() -> None:
+    summary = build_summary(facts(evals={"eval": EvalResult(0.988, 256, 2)}))
+    assert list(rows(summary))[:2] == [("success", "0.988"), ("tasks", "256 held out, 2 failed")]
+    assert all(subject == "note" for subject, _ in list(rows(summary))[2:])
+
+
 def test_the_table_shows_the_figures() -> None:
     text = rendered(build_summary(facts()))
     for words in (
