@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -86,11 +87,18 @@ class Instance:
         return Disposed(call.instance, call.call)
 
 
+def _plain(value: Any) -> Any:
+    """The number in a NumPy or torch scalar, which environments return where the contract says float or bool."""
+    if getattr(value, "shape", None) == ():
+        return value.item()
+    raise TypeError(f"the environment returned a {type(value).__name__} inside of its result")
+
+
 def _checked(value: Observation, kind: type[Observation]) -> Observation:
     """`value` if it is what the contract says down to the last field; an environment is other people's code."""
     if not isinstance(value, kind):
         raise TypeError(f"the environment returned {type(value).__name__}, not {kind.__name__}")
-    return msgspec.convert(msgspec.to_builtins(value), kind)
+    return msgspec.convert(msgspec.to_builtins(value, enc_hook=_plain), kind)
 
 
 def _checked_result(result: StepResult) -> StepResult:
@@ -98,7 +106,7 @@ def _checked_result(result: StepResult) -> StepResult:
         raise TypeError(f"step() returned {type(result).__name__}, not StepResult")
     if result.terminated and result.truncated:
         raise ValueError("step() returned terminated and truncated together")
-    result = msgspec.convert(msgspec.to_builtins(result), StepResult)
+    result = msgspec.convert(msgspec.to_builtins(result, enc_hook=_plain), StepResult)
     if not math.isfinite(result.reward) or not all(map(math.isfinite, result.info.values())):
         raise ValueError(f"step() returned a reward of {result.reward} and info {result.info}: numbers must be finite")
     for message in result.observation.messages:

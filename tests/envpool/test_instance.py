@@ -50,6 +50,19 @@ def test_what_an_environment_raises_or_returns_wrongly_is_typed(action: str, fai
     assert isinstance(raised, Raised) and raised.failure == failure and part in raised.detail
 
 
+def test_scalars_of_array_libraries_are_numbers() -> None:
+    """Environments that compute with NumPy return its scalars; an array is none."""
+    one = instance()
+    one.perform(Reset(1, 2))
+    acted = one.perform(Act(1, 3, "scalars"))
+    assert isinstance(acted, Acted), acted
+    result = acted.result
+    assert (result.reward, result.terminated, result.info) == (0.5, False, {"success": 1.0})
+    assert (type(result.reward), type(result.terminated), type(result.info["success"])) == (float, bool, float)
+    raised = one.perform(Act(1, 4, "arrays"))
+    assert isinstance(raised, Raised) and "ndarray inside of its result" in raised.detail
+
+
 def test_details_are_bounded_and_encodable() -> None:
     one = instance()
     one.perform(Reset(1, 2))
