@@ -56,7 +56,7 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
     else:
         run = RunDir.create_default(config_path, to_toml(config), now)
     attempt = run.begin_attempt(now, checkpoint.step if checkpoint else None)
-    for line in plan_lines(config, str(config_path), run.path, _model_text(config)):
+    for line in plan_lines(config, str(config_path), run.path, _model_text(config), serial):
         print(line, flush=True)
     if again:
         print("  again     an earlier attempt in that directory trained no step: it is replaced, its logs too", flush=True)

@@ -39,11 +39,14 @@ def rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for note in summary.get("notes") or []:
             yield "note", note
         return
-    yield "run", f"{summary['mode']}, {_n(summary['steps'])} steps in {_n(summary['wall_seconds'], '.1f')} s"
+    attempts = summary.get("attempts", 1)
+    ended = f", {attempts} attempts together" if attempts > 1 else ""
+    yield "run", f"{summary['mode']}, {_n(summary['steps'])} steps in {_n(summary['wall_seconds'], '.1f')} s{ended}"
     if evals := summary.get("eval"):
         yield "success", _success(evals)
     t = summary["tokens"]
-    yield "tokens", f"{_n(t['generated'])} generated, {_n(t['trained'])} trained, {_n(t['masked_age'])} masked for their age"
+    generated = f"{_n(t['generated'])} generated" + (" in the last attempt" if attempts > 1 else "")
+    yield "tokens", f"{generated}, {_n(t['trained'])} trained, {_n(t['masked_age'])} masked for their age"
     s = summary["staleness"]
     yield (
         "age",

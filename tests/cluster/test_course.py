@@ -104,6 +104,12 @@ async def test_an_interrupt_whose_checkpoint_fails_says_so(
     await driver._interrupt(course, asyncio.gather(futures[0], return_exceptions=True))
 
 
+async def test_a_serial_run_says_which_seconds_are_logical(config: Config, run: RunDir) -> None:
+    learned = asyncio.get_running_loop().create_future()
+    notes = [Controller(config, run, Scheduler(), learned, Console(), serial=serial)._notes([]) for serial in (True, False)]
+    assert ["logical clock" in " ".join(found) for found in notes] == [True, False]
+
+
 def step_event(number: int, step: int) -> RunEvent:
     counts = {"newest_version": step, "queue": {"ready": 0}, "episodes": {"states": {"leased": 0}}}
     return RunEvent(number, "step", {"step": step, "stats": {}, "ages": [1], "scheduler": counts})

@@ -36,6 +36,7 @@ from segue.rundir import JsonLines, RunDir, plain, write_json
 ISSUE_KEYS: dict[str, Any] = {
     "mode": None,
     "steps": None,
+    "attempts": None,
     "wall_seconds": None,
     "tokens": {"generated", "trained", "masked_age"},
     "staleness": {"bound", "mean", "p99", "max", "multi_version_ratio"},
@@ -268,6 +269,14 @@ def test_a_table_that_goes_to_a_file_is_neither_wrapped_nor_padded() -> None:
     assert lines[0] == "Run demo" and len(lines) == 1 + len(list(rows(summary)))
     assert lines[-1].startswith("note ") and lines[-1].endswith("256.3 / s")
     assert all(line == line.rstrip() for line in lines)
+
+
+def test_after_a_resume_each_figure_names_the_attempts_it_covers() -> None:
+    shown = dict(rows(build_summary(facts(attempts=2))))
+    assert shown["run"].endswith(" s, 2 attempts together")
+    assert " generated in the last attempt, 200 trained" in shown["tokens"]
+    once = dict(rows(build_summary(facts())))
+    assert "attempt" not in once["run"] + once["tokens"]
 
 
 def test_an_evaluation_alone_shows_what_it_found() -> None:
