@@ -11,8 +11,7 @@ from envpool.environment import DataError, Environment, Keyed, SimulatedCrash, S
 from envpool.messages import Act, Acted, Call, Dispose, Disposed, Made, Make, Observed, Raised, Reply, Reset, RestoreTo
 from segue.episode import FailureClass
 from segue.ports.envpool import Observation, Resume, StepResult
-
-DETAIL_CHARACTERS = 500
+from segue.users_code import described, kind, traceback_of
 
 
 class Instance:
@@ -34,13 +33,17 @@ class Instance:
         except SimulatedCrash:
             raise
         except DataError as error:
-            return Raised(call.instance, call.call, FailureClass.DATA, _describe(error))
+            return self._raised(call, FailureClass.DATA, error)
         except BaseException as error:  # also SystemExit: environments call code that calls sys.exit
-            return Raised(call.instance, call.call, FailureClass.ENV, _describe(error))
+            return self._raised(call, FailureClass.ENV, error)
 
     def owed(self) -> float:
         """Seconds the last call should still take (deferred environments only)."""
         return self._timed.owed() if self._timed is not None else 0.0
+
+    def _raised(self, call: Call, failure: FailureClass, error: BaseException) -> Raised:
+        owner = type(self._environment if self._environment is not None else self._suite)
+        return Raised(call.instance, call.call, failure, described(error, owner), kind(error, owner), traceback_of(error))
 
     def _perform(self, call: Call) -> Reply:
         if isinstance(call, Dispose):
@@ -71,6 +74,8 @@ class Instance:
         assert self._environment is not None
         if self._environment.resume != Resume.SNAPSHOT:
             return None
+        if not callable(getattr(self._environment, "snapshot", None)):
+            raise TypeError("the environment's resume is 'snapshot', but it has no method snapshot")
         snapshot = self._environment.snapshot()
         if not isinstance(snapshot, bytes):
             raise TypeError(f"snapshot() returned {type(snapshot).__name__}, not bytes")
@@ -83,7 +88,7 @@ class Instance:
         try:
             environment.close()
         except BaseException as error:  # the instance is gone either way
-            return Disposed(call.instance, call.call, _describe(error))
+            return Disposed(call.instance, call.call, described(error, type(environment)))
         return Disposed(call.instance, call.call)
 
 
@@ -112,7 +117,3 @@ def _checked_result(result: StepResult) -> StepResult:
     for message in result.observation.messages:
         message.content.encode()
     return result
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS].encode("utf-8", "replace").decode()

@@ -38,6 +38,8 @@ from segue.ports.scheduler import Fail, Finish, Lease, NodeEvent, Parked, Paused
 from segue.trajectory import Author, context
 
 PIECE_TOKENS = 2048
+DETAIL_CHARACTERS = 500
+"""Of what the scheduler is told about a failure."""
 """A long action reaches the scheduler in pieces of about so many tokens (17 bytes each, under the 64 kB limit of a flush)."""
 
 T = TypeVar("T")
@@ -143,7 +145,7 @@ class EpisodeLoop:
             where = f"episode {self.lease.episode}, attempt {self.lease.attempt}"
             raise AssertionError(f"{where}: {error}" if str(error) else where) from error
         except EnvCallFailed as error:
-            self._fail(error.failure, error.reason, error)
+            self._fail(error.failure, error.reason, error, error.detail)
         except BadLog as error:
             self._fail(FailureClass.INFRA, "bad_log", error)
         except UserError as error:
@@ -400,12 +402,12 @@ class EpisodeLoop:
         )
         self._emit(finish, True)
 
-    def _fail(self, failure: str, reason: str, error: Exception) -> None:
+    def _fail(self, failure: str, reason: str, error: Exception, detail: str = "") -> None:
         if self.dropped:
             return
         log.warning("episode %d, attempt %d failed (%s, %s): %s", *self.key, failure, reason, error)
         self._host.metrics.add("segue_discarded_tokens_total", len(self._piece), reason="failed")
-        self._emit(Fail(*self.key, failure, reason), True)
+        self._emit(Fail(*self.key, failure, reason, detail or " ".join(str(error).split())[:DETAIL_CHARACTERS]), True)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

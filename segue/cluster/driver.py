@@ -228,11 +228,11 @@ class Driver:
             controller.finish(facts, silent=[name for name in self._actors if name not in facts])
             await controller.stop("the run is done")
             return 0
-        except RunFailed as failure:
+        except (RunFailed, UserError) as failure:
             if "scheduler-0" not in self._silent:
                 await _end(course)
                 await controller.catch_up()
-            await controller.stop(failure.sentence)
+            await controller.stop(str(failure))
             raise
         finally:
             for task in (course, silence, beating, interrupt, *self._restarts):
