@@ -8,7 +8,9 @@ import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from envpool.environment import Split
 from envpool.suites import load_suite
 from segue.cluster.devices import with_devices
 from segue.cluster.plan import plan_lines
@@ -46,9 +48,10 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
     else:
         check_ports(config)
     now = datetime.now()
-    checkpoint, again = None, False
+    checkpoint, again, changes = None, False, ""
     if resume:
         assert run_path is not None
+        changes = changed_keys(tomllib.loads(RunDir.open(run_path).config.read_text(encoding="utf-8")), config)
         run, checkpoint = _resume(run_path, config)
     elif run_path is not None:
         again = RunDir(run_path).begun_in_vain()
@@ -62,6 +65,7 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
         print("  again     an earlier attempt in that directory trained no step: it is replaced, its logs too", flush=True)
     if checkpoint is not None:
         print(f"  resume    from {checkpoint.path} (step {checkpoint.step})", flush=True)
+        print(f"  changed   {changes or 'nothing since the last attempt'}", flush=True)
     try:
         model = find_model(config)
     except BaseException:
@@ -88,6 +92,21 @@ def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:
     run.truncate_metrics(checkpoint.step)
     run.clear_targets()
     return run, checkpoint
+
+
+def changed_keys(then: dict[str, Any], config: Config) -> str:
+    """What a config changes against that of the last attempt `then`: "learner.lr 0.001 → 0.002, …", or "" for nothing."""
+    before, now = _flat(then), _flat(tomllib.loads(to_toml(config)))
+    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return ", ".join(f"{key} {before.get(key, 'unset')} → {now.get(key, 'unset')}" for key in keys)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"learner.lr": …} of nested tables."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _check_same_model(path: Path, config: Config) -> None:
@@ -117,8 +136,15 @@ def check(config: Config) -> None:
     """What else can be found wrong before anything starts: the suite and its tasks, the model's folder. Raises `UserError`."""
     if ":" not in config.task.env:  # a suite of the user's own is loaded by the roles only: it may be heavy
         suite = load_suite(config.task.env, config.task.args)
-        suite.tasks("train", config.task.train_tasks, config.seed)
-        suite.tasks("eval", config.eval.tasks, config.seed)
+        asked: list[tuple[str, Split, int]] = [
+            ("task.train_tasks", "train", config.task.train_tasks),
+            ("eval.tasks", "eval", config.eval.tasks),
+        ]
+        for key, split, wanted in asked:
+            try:
+                suite.tasks(split, wanted, config.seed)
+            except UserError as error:
+                raise UserError(f"{key} = {wanted} cannot be had: {str(error)[0].lower()}{str(error)[1:]}") from None
     path = config.model.path
     if path and not (Path(path) / "config.json").is_file():
         raise UserError(f"model.path = {path!r} is no Hugging Face model folder (it has no config.json): name one that is.")
