@@ -13,6 +13,7 @@ from typing import Any
 from envpool.environment import Split
 from envpool.suites import load_suite
 from segue.cluster.devices import with_devices
+from segue.cluster.own_suite import try_suite
 from segue.cluster.plan import plan_lines
 from segue.cluster.ports import check_ports
 from segue.cluster.processes import die_with_parent
@@ -21,6 +22,7 @@ from segue.config import Config, load_config, to_toml
 from segue.config.learner import WarmstartConfig
 from segue.errors import UserError
 from segue.rundir import CheckpointFolder, RunDir
+from segue.suite_path import look_beside
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Prepared:
 
 def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool, serial: bool = False) -> Prepared:
     """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`."""
+    look_beside(config_path, RunDir(config_path.parent).suite_path())
     config = with_devices(load_config(config_path, overrides))
     check(config)
     if serial:
@@ -134,7 +137,9 @@ def find_model(config: Config) -> str:
 
 def check(config: Config) -> None:
     """What else can be found wrong before anything starts: the suite and its tasks, the model's folder. Raises `UserError`."""
-    if ":" not in config.task.env:  # a suite of the user's own is loaded by the roles only: it may be heavy
+    if ":" in config.task.env:
+        try_suite(config)
+    else:
         suite = load_suite(config.task.env, config.task.args)
         asked: list[tuple[str, Split, int]] = [
             ("task.train_tasks", "train", config.task.train_tasks),
@@ -174,10 +179,10 @@ def _make_in_child(config: Config) -> Path:
     import sys
     import tempfile
 
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(to_toml(config))
-        file.flush()
-        command = [sys.executable, "-m", "segue.cli", "warmstart", file.name]
+    with tempfile.TemporaryDirectory(prefix="segue-") as folder:  # its own: that folder is looked for modules too
+        file = Path(folder) / "config.toml"
+        file.write_text(to_toml(config), encoding="utf-8")
+        command = [sys.executable, "-m", "segue.cli", "warmstart", str(file)]
         end_with_us = functools.partial(die_with_parent, os.getpid())
         child = subprocess.run(command, check=False, preexec_fn=end_with_us, stdout=subprocess.PIPE, text=True)
     if child.returncode == 130:
