@@ -159,7 +159,8 @@ class Controller:
         if state.failed < state.n:
             self._say(f"warning: {state.failed} of {state.n} {what}.")
         elif state.users:
-            raise UserError(f"All {state.n} {what}: {self._run.env_log()} has the traceback; mend the environment or its data.")
+            traceback = f"{self._run.env_log()} has the traceback; " if state.raised else ""
+            raise UserError(f"All {state.n} {what}: {traceback}mend the environment or its data.")
         else:
             raise RunFailed("scheduler", f"All {state.n} {what}: look into {self._run.logs}.")
 
