@@ -120,7 +120,11 @@ class Controller:
             await self._evaluate("before")
         await self._ask(OPEN_TRAINING, OpenTraining(config.steps))
         self._last_step = time.monotonic()
-        await asyncio.shield(self._learned)  # a cancelled course must not take the learner's end with it
+        # Per rank. Shielded, because a cancelled course must not take the learner's end with it.
+        ends = await asyncio.shield(self._learned)
+        for end in ends or ():
+            if isinstance(end, BaseException):
+                raise end  # there is nothing to evaluate
         if config.eval.after and config.eval.tasks:
             await self._evaluate("after")
 
