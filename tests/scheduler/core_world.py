@@ -125,6 +125,8 @@ class World:
         self.trace: list[str] = []
         self.started_on: dict[int, set[int]] = {}
         self.served = 0
+        self.held = -1
+        """An episode that `serve` leaves alone: a straggler."""
         self.stopped = False
         self.broken = False
         self.cut: CoreCut | None = None
@@ -538,8 +540,9 @@ class World:
     def _serve_node(self, rewards: Callable[[int], float] | None) -> bool:
         for node in self.nodes.values():
             for lease in node.leases.values():
-                self._run(node, lease, rewards or self.differing)
-                return True
+                if lease.grant.episode != self.held:
+                    self._run(node, lease, rewards or self.differing)
+                    return True
         return False
 
     def _serve_learner(self) -> bool:

@@ -236,3 +236,28 @@ def test_a_group_that_sampled_nothing_is_never_delivered() -> None:
     assert not world.plans
     assert world.core.tables.episodes.dropped[DropReason.GROUP_FAILED, "queue"] == 2
     world.drain(1)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("bound", [1, 2])
+@pytest.mark.parametrize("policy", ["mask", "drop", "train"])
+def test_a_straggler_whose_group_is_overtaken_is_over_age_exactly_beyond_the_bound(policy: str, bound: int, steps: int) -> None:
+    """F02, F05: it samples, `steps` batches of others are trained, it ends. `World` counts the ages of every batch itself."""
+    world = World(make_config(steps=30, group__size=2, batch__groups=1, staleness__max_age=bound, staleness__over_age=policy))
+    node = world.join("rollout-0", 6)
+    world.update_all()
+    world.send(e.TrainingOpened(30))
+    while not node.leases:
+        assert world.serve()
+    lease = next(iter(node.leases.values()))
+    world.delta(node, lease, tokens=2)
+    world.held = lease.grant.episode
+    while world.trained < steps:
+        assert world.serve(), "the others go on without it"
+    world.held = -1
+    if node.leases.get(lease.grant.episode) is lease:
+        world.delta(node, lease, tokens=1)
+        if node.leases.get(lease.grant.episode) is lease:
+            world.finish(node, lease)
+    world.drain(3)
+    assert (sum(plan.over_age for plan in world.plans.values()) > 0) == (steps > bound and policy != "drop")
