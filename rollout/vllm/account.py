@@ -79,13 +79,16 @@ class Account:
         """Context tokens of the step so far."""
         return self._step.prefill_tokens
 
-    def timed(self, began: float, ended: float, prefill: int, decode: bool) -> None:
+    def timed(self, began: float, ended: float, prefill: int, decode: bool, scores: bool) -> None:
         """A step with `prefill` context tokens and (`decode`) decoding rows was computed. Steps may overlap: none counts twice.
 
         What a mixed step took longer than one that only decodes is its prefill.
         """
         seconds = max(0.0, ended - max(began, self._ended))
         self._ended = ended
+        if scores:
+            self._step.score_seconds += seconds
+            return
         self._step.seconds += seconds
         if prefill:
             self._step.prefill_seconds += max(0.0, seconds - self._decode_seconds) if decode else seconds

@@ -75,11 +75,11 @@ class Core:
 
     async def start(self) -> None:
         """Start vLLM's processes. Raises what vLLM raises; in its words, the cause is in the log of the process that failed."""
-        before = set(psutil.Process().children(recursive=True))
+        before = set(_children())
         try:
             self._llm = await asyncio.to_thread(self._open)
         finally:
-            self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+            self._processes = [process for process in _children() if process not in before]
         self._listener = asyncio.get_running_loop().create_task(self._listen(), name="vllm-outputs")
         problems = [problem for problem in await self.llm.collective_rpc("segue_install") if problem]
         if problems:
@@ -185,6 +185,16 @@ class Core:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(alive, timeout=END_SECONDS)
+
+
+def _children() -> list[psutil.Process]:
+    """All processes under this one, but for the resource tracker of Python's own, which lives as long as this one."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 def _step(outputs: EngineCoreOutputs) -> Step:

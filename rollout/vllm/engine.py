@@ -9,8 +9,8 @@ on cancel      closing a request's iterator aborts it in vLLM; the engine goes o
 Requests are held back here while the engine is paused, and beyond `slots` (and a few ahead, so that vLLM always has the next one
 at hand). What vLLM has been given it runs by priority.
 
-A request that is told to end (`abort`, a pause) has ended when vLLM's scheduler says so: everything it had sampled until then came
-before. Only a consumer that is gone, or a stop string, leaves tokens behind; vLLM may have sampled a few more by then.
+A request that is told to end (`abort`, a pause) has ended when vLLM's scheduler says so: everything it had sampled until then
+came before. Only a consumer that is gone, or a stop string, leaves tokens behind: vLLM may have sampled a few more by then.
 """
 
 from __future__ import annotations

@@ -48,9 +48,7 @@ class Lineages:
             return held.salt
         return f"{self._name}.{request.lineage}"
 
-    def admitted(
-        self, request: GenerateRequest, salt: str, tokens: list[int], cached: int, prefilled: int, version: int
-    ) -> Found:
+    def first(self, request: GenerateRequest, salt: str, tokens: list[int], cached: int, prefilled: int, version: int) -> Found:
         """A request was admitted for the first time. `version` is that of the weights then."""
         context = cached + prefilled
         kv_version = self._version(request, salt, tokens, cached, version)

@@ -33,7 +33,9 @@ class Admitted:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step. `ended`: requests that were aborted and are gone. Seconds: the whole step's, and its prefill's share."""
+    """One step. `ended`: requests that were aborted and are gone. Seconds: of the step, of its
+    prefill's share, and of a step that scored (none of the others).
+    """
 
     admitted: list[Admitted] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -41,6 +43,7 @@ class StepRecord:
     preemptions: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
+    score_seconds: float = 0.0
 
     def encode(self) -> dict[str, Any]:
         """As a mapping; what is empty is left out."""
@@ -52,6 +55,7 @@ class StepRecord:
             "n": self.preemptions,
             "s": self.seconds,
             "f": self.prefill_seconds,
+            "c": self.score_seconds,
         }
         return {key: value for key, value in fields.items() if value}
 
@@ -65,4 +69,5 @@ class StepRecord:
             preemptions=fields.get("n", 0),
             seconds=fields.get("s", 0.0),
             prefill_seconds=fields.get("f", 0.0),
+            score_seconds=fields.get("c", 0.0),
         )

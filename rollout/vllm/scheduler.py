@@ -30,7 +30,8 @@ class _Segue(_Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._account = Account()
-        self._steps: list[tuple[float, int, bool]] = []  # of those under way: when it began, context tokens, whether rows decode
+        # of those under way: when it began, context tokens, whether rows decode, whether it scores
+        self._steps: list[tuple[float, int, bool, bool]] = []
         self._frozen: tuple[Any, ...] | None = None  # what stands still while sequences are scored
         pool = self.kv_cache_manager.block_pool
         tokens = self.vllm_config.additional_config[SETTINGS]["score_tokens"]
@@ -54,12 +55,13 @@ class _Segue(_Base):
         prefill = self._account.prefill_tokens - before
         decode = any(count == 1 for count in output.num_scheduled_tokens.values())
         if output.num_scheduled_tokens:
-            self._steps.append((began, prefill, decode))
+            self._steps.append((began, prefill, decode, self._frozen is not None))
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if scheduler_output.num_scheduled_tokens:
-            self._account.timed(self._steps[0][0], time.monotonic(), *self._steps.pop(0)[1:])
+            began, *what = self._steps.pop(0)
+            self._account.timed(began, time.monotonic(), *what)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._thaw()
         return outputs

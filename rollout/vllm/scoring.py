@@ -1,7 +1,7 @@
 """One sequence scored by vLLM: log-probabilities of tokens that are given, computed as those of requests are.
 
-All but the last few are a prompt whose log-probabilities vLLM tells: its prefill. The last few are "sampled", each being forced to
-be the given one: its decoding. Prompts whose log-probabilities are asked for read no cached KV, and the salt is nobody else's.
+All but the last few are a prompt whose log-probabilities vLLM tells: its prefill. The last few are "sampled", each being forced
+to be the given one: its decoding. Prompts whose log-probabilities are asked for read no cached KV, and nobody has their salt.
 """
 
 from __future__ import annotations

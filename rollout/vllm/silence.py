@@ -9,7 +9,7 @@ from segue.clock import now
 
 
 class Silence:
-    """Calls `late` once when nothing was heard for `seconds` while something is `expected`. One timer serves many signs of life."""
+    """Calls `late` once when nothing was heard for `seconds` while something is expected. One timer serves many signs of life."""
 
     def __init__(self, seconds: float, late: Callable[[], None]) -> None:
         self._seconds = seconds
