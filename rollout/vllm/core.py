@@ -29,8 +29,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from rollout.vllm.handover import Handover
 from rollout.vllm.record import EXTRA, StepRecord
 
-END_SECONDS = 10.0
-"""Processes that have not ended so long after they were told to are killed."""
+END_SECONDS = 3.0
+"""Processes that have not ended so long after they were told to are killed: vLLM's often take longer than that to clean up."""
 
 
 @dataclass(slots=True)

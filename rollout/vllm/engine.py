@@ -22,8 +22,6 @@ import math
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any, TypeVar
 
-import torch
-
 from rollout.fitting import fit
 from rollout.pauses import Pauses
 from rollout.requests import check_request, check_scored
@@ -57,7 +55,7 @@ class VllmEngine:
     def __init__(
         self,
         core: Core,
-        model: torch.nn.Module,
+        model: Any,
         *,
         slots: int,
         max_tokens: int,
@@ -80,7 +78,7 @@ class VllmEngine:
         self._core = core
         self._owns_core = owns_core
         self._model = model
-        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._limit = slots + (max(1, slots // 8) if ahead is None else ahead)
         self._max_tokens, self._chunk_tokens, self._step_seconds = max_tokens, chunk_tokens, step_seconds
         self._stops = None if tokenizer is None else StopStrings(tokenizer, self._vocabulary)
@@ -167,7 +165,8 @@ class VllmEngine:
         """vLLM's answer; its death or its silence ends the engine, and raises `EngineDead`."""
         assert self._death is not None
         task = asyncio.ensure_future(call)
-        await asyncio.wait([task, self._death], timeout=self._step_seconds, return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [task, self._death]
+        await asyncio.wait(either, timeout=self._step_seconds, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
             self._die(f"vLLM did not answer within {self._step_seconds:g} s")

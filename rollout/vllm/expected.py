@@ -33,9 +33,10 @@ def open_config(path: str, max_tokens: int) -> Any:
 def meta_model(config: Any, dtype: str) -> torch.nn.Module:
     """The model on the meta device: names, shapes, dtypes and ties without memory."""
     with torch.device("meta"):
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.tie_weights()  # type: ignore[operator]
-    return model
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model.tie_weights()
+    opened: torch.nn.Module = model
+    return opened
 
 
 def head_size(config: Any) -> int:

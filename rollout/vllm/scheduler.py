@@ -10,7 +10,7 @@ vLLM does not promise this interface: whatever of it is used is used here, in `c
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -19,15 +19,24 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 
 from rollout.vllm.account import Account
+from rollout.vllm.lifeline import end_with_parent
 from rollout.vllm.record import SCORE_PREFIX, SETTINGS
 
-_Base = Scheduler if TYPE_CHECKING else object
+_Mixin: Any = object  # whose super() is one of vLLM's schedulers
 
 
-class _Segue(_Base):
-    """Mixed into vLLM's schedulers."""
+class _Segue(_Mixin):
+    """Mixed into vLLM's schedulers; these are their attributes."""
+
+    kv_cache_manager: Any
+    waiting: Any
+    kv_holding_waiting: Any
+    deferred_waiting: set[Any]
+    running: list[Any]
+    _pause_state: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
         super().__init__(*args, **kwargs)
         self._account = Account()
         # of those under way: when it began, context tokens, whether rows decode, whether it scores
@@ -60,8 +69,8 @@ class _Segue(_Base):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         if scheduler_output.num_scheduled_tokens:
-            began, *what = self._steps.pop(0)
-            self._account.timed(began, time.monotonic(), *what)
+            began, prefill, decode, scores = self._steps.pop(0)
+            self._account.timed(began, time.monotonic(), prefill, decode, scores)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._thaw()
         return outputs

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import rollout.vllm.transfer  # noqa: F401  # registers the backend in this process
+from rollout.vllm.lifeline import end_with_parent
 from rollout.vllm.noise import generator_seed
 from rollout.vllm.record import EXTRA
 
@@ -63,7 +64,8 @@ class Extension:
     model_runner: Any
 
     def segue_install(self) -> str:
-        """Put `RowNoise` in place. Returns "" or why it cannot be done."""
+        """Put `RowNoise` in place, and tie this process to its parent. Returns "" or why it cannot be done."""
+        end_with_parent()
         runner = self.model_runner
         sampler = getattr(getattr(runner, "sampler", None), "topk_topp_sampler", None)
         if sampler is None or not hasattr(runner, "input_batch") or not hasattr(runner, "requests"):

@@ -1,12 +1,14 @@
-"""The engine contract's harness for vLLM. Starting vLLM takes long, so that engines of many tests share one core, one after the other."""
+"""The engine contract's harness for vLLM. Starting vLLM takes long: engines of many tests share a core, one after the other."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import chat_tokenizers as made
 import msgspec
 import torch
 from engine_models import Staged, named, save, tiny
@@ -17,8 +19,14 @@ from rollout.vllm.expected import meta_model, open_config
 from segue.ports.engine import Engine, PauseMode
 from segue.ports.weights import StagedWeights
 
-SLOTS, MAX_TOKENS = 4, 160
-SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+SLOTS, MAX_TOKENS = 4, 200
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # the smallest that vLLM runs on CPUs
+    "vocab_size": len(made.words()),
+}
 
 _models: dict[tuple[int, bool], Any] = {}
 
@@ -46,6 +54,7 @@ class Cores:
         return str(path)
 
     async def get(self, tied: bool) -> Any:
+        """Running, with nothing in it."""
         from rollout.vllm.core import Core
 
         core = self._cores.get(tied)
@@ -72,12 +81,44 @@ class Cores:
         for core in self._cores.values():
             await core.stop()
 
+    def model(self, tied: bool) -> Any:
+        """On the meta device."""
+        return meta_model(open_config(self.model_folder(tied), MAX_TOKENS), "float32")
+
+
+async def leave(core: Any) -> None:
+    """Leave a core as the next engine expects it: empty and going."""
+    if not core.dead:
+        await core.pause(keep=False)
+        await core.resume()
+
+
+class Progress:
+    """Lets a test wait until so many tokens have been sampled. `engine` must have been started."""
+
+    def __init__(self, engine: Any, core: Any) -> None:
+        self._engine = engine
+        self._take = core.on_step
+        self._stepped = asyncio.Event()
+        core.on_step = self._step
+
+    def _step(self, step: Any) -> None:
+        self._take(step)
+        self._stepped.set()
+
+    async def more(self, tokens: int) -> None:
+        """Wait for `tokens` more."""
+        goal = self._engine.counts().decode_tokens + tokens
+        while self._engine.counts().decode_tokens < goal:
+            self._stepped.clear()
+            await self._stepped.wait()
+
 
 class VllmHarness:
     block = 32
 
     def __init__(self, cores: Cores) -> None:
-        self._cores = cores
+        self.cores = cores
         self._epoch = 0
         self._engines: list[tuple[Any, Any]] = []
 
@@ -85,9 +126,10 @@ class VllmHarness:
         from rollout.vllm.engine import VllmEngine
 
         assert slots <= SLOTS
-        core = await self._cores.get(tied)
-        model = meta_model(open_config(self._cores.model_folder(tied), MAX_TOKENS), "float32")
-        engine = VllmEngine(core, model, slots=slots, max_tokens=MAX_TOKENS, ahead=0, chunk_tokens=1, owns_core=False)
+        core = await self.cores.get(tied)
+        engine = VllmEngine(
+            core, self.cores.model(tied), slots=slots, max_tokens=MAX_TOKENS, ahead=0, chunk_tokens=1, owns_core=False
+        )
         self._engines.append((engine, core))
         await engine.start()
         if version is not None:
@@ -133,6 +175,4 @@ class VllmHarness:
     async def close(self) -> None:
         for engine, core in self._engines:
             await engine.stop()
-            if not core.dead:  # leave it as the next one expects it: empty and going
-                await core.pause(keep=False)
-                await core.resume()
+            await leave(core)
