@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 from collections.abc import AsyncIterator
 
 import pytest
@@ -30,37 +31,43 @@ async def harness(cores: Cores) -> AsyncIterator[VllmHarness]:
 
 
 class Episode:
-    """Turns of one episode, and under which version each position's KV was computed."""
+    """Turns of one episode, and under which version the KV was computed that each was sampled on, position by position."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.tokens = prompt(200 + number // 2, 20 + number // 2)
         self.computed: list[int] = []
-        self.logprobs: dict[int, float] = {}
+        self.turns: list[tuple[list[int], list[int], int, list[float]]] = []
         self.lineage: int | None = None
 
     async def turn(self, engine: Engine) -> None:
         """One request, frozen over whatever updates come, and an observation after it."""
         lineage = engine.version if self.lineage is None else self.lineage
+        start = len(self.tokens)
         request = ask(
             list(self.tokens), episode=self.number, group=self.number // 2, seed=self.number, max_tokens=14, lineage=lineage
         )
         got = await Consumer(engine, request).task
         assert got.finish is FinishReason.LENGTH and len(got.admissions) == 1
         (admission,) = got.admissions
-        assert admission.cached <= len(self.computed) or len(set(got.kv_versions)) == 1
         known = self.computed[: admission.cached]
         known += [got.kv_versions[0]] * (admission.cached - len(known))  # a group-mate's, all of the lineage
         # what was not found was computed as the first token was sampled; from then on each token's KV as the next one was
         self.computed = known + [got.versions[0]] * admission.prefilled + got.versions
-        for at, logprob in enumerate(got.logprobs, start=len(self.tokens)):
-            self.logprobs[at] = logprob
+        self.tokens += got.tokens
+        self.turns.append((list(self.computed), list(self.tokens), start, got.logprobs))
+        self.tokens += prompt(300 + start, 5)
         self.lineage = got.kv_versions[-1]
-        self.tokens += got.tokens + prompt(300 + len(self.tokens), 5)
 
     async def play(self, engine: Engine) -> None:
         for _ in range(6):
             await self.turn(engine)
+
+    def check(self, harness: VllmHarness) -> None:
+        """Against a reference that computes each position under the version that computed it in the engine."""
+        for computed, tokens, start, logprobs in self.turns:
+            runs = [(harness.reference(version), len(list(run))) for version, run in itertools.groupby(computed)]
+            close(logprobs, reference_kept(runs, tokens, start))
 
 
 async def test_kept_kv_is_what_every_token_was_sampled_on(harness: VllmHarness) -> None:
@@ -78,16 +85,6 @@ async def test_kept_kv_is_what_every_token_was_sampled_on(harness: VllmHarness) 
             await engine.load(version, harness.staged(version))
             await engine.resume(epoch)
         await asyncio.gather(*plays)
-    crossed = 0
     for episode in episodes:
-        crossed += len(set(episode.computed)) > 1
-        runs: list[tuple[int, int]] = []
-        for version in episode.computed:
-            if runs and runs[-1][0] == version:
-                runs[-1] = (version, runs[-1][1] + 1)
-            else:
-                runs.append((version, 1))
-        whole = episode.tokens[: len(episode.computed) + 1]
-        expected = reference_kept([(harness.reference(v), n) for v, n in runs], whole, 1)
-        close([episode.logprobs[at] for at in sorted(episode.logprobs)], [expected[at - 1] for at in sorted(episode.logprobs)])
-    assert crossed >= 4
+        episode.check(harness)
+    assert sum(len(set(episode.computed)) > 1 for episode in episodes) >= 4
