@@ -218,9 +218,9 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Verify a checkpoint. Raises `UserError` with one sentence: it is missing, incomplete, damaged, or of another format."""
-    remedy = "resume from another checkpoint or start the run anew"
+    remedy = "remove that folder to resume from an earlier one, or start the run anew"
     if not path.is_dir():
-        raise UserError(f"There is no checkpoint {path}: {remedy}.")
+        raise UserError(f"There is no checkpoint {path}: name one that exists.")
     try:
         marker = json.loads((path / CHECKPOINT_COMPLETE).read_text(encoding="utf-8"))
         step, files, version = int(marker["step"]), dict(marker["files"]), marker["format"]

@@ -17,6 +17,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from segue import __version__
+from segue.console import open_missing_streams
 from segue.errors import RunFailed, UserError
 
 P = ParamSpec("P")
@@ -56,7 +57,10 @@ def _sentences(command: Callable[P, int]) -> Callable[P, None]:
 
 
 def _say(sentence: str, code: int) -> int:
-    print(sentence, file=sys.stderr, flush=True)
+    try:
+        print(sentence, file=sys.stderr, flush=True)
+    except OSError:  # the terminal is gone; without this Python would try again at its end, and change the exit code
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     return code
 
 
@@ -150,6 +154,7 @@ def report(
 
 def main() -> None:
     """The entry point of the `segue` script."""
+    open_missing_streams()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads per process on busy cores are ten times slower than one
     try:
         app()

@@ -208,6 +208,10 @@ class RunDir:
                 os.replace(run.summary, path / f"summary.attempt-{last}.json")
         return run
 
+    def earlier_configs(self) -> list[Path]:
+        """The configs of earlier attempts, as far as they differ from what came after."""
+        return sorted(self.path.glob("config.attempt-*.toml"))
+
     def _make_folders(self) -> None:
         for folder in _FOLDERS:
             (self.path / folder).mkdir(parents=True, exist_ok=True)

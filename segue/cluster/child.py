@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Any
 from segue.cluster.processes import end_with_parent
 from segue.cluster.roles import failure_of
 from segue.config import Config, load_config
+from segue.console import END_SECONDS, Console
 from segue.logs import ProcessLog
 from segue.rundir import RunDir
 
@@ -38,6 +37,10 @@ class Report:
     def process(self, pid: int, part: str, fatal: bool) -> None:
         """`pid` belongs to the run; if `fatal`, the run cannot go on without it."""
         self._send({"pid": pid, "part": part, "fatal": fatal})
+
+    def alive(self) -> None:
+        """From now on one of these every so often: a process that is stopped or stuck sends none."""
+        self._send({"alive": True})
 
     def started(self) -> None:
         """From now on an interrupt finds something that is worth to be stopped in order."""
@@ -97,6 +100,7 @@ def run_job(process: str, work: Callable[[Job], int]) -> int:
         end_with_parent(int(supervisor), lambda: shutil.rmtree(scratch, ignore_errors=True))
     report = Report()
     console = Console()
+    os.dup2(2, 1)  # whatever libraries print (Ray does when a process dies) goes to the log
     run = RunDir.open(told.run)
     with ProcessLog(run.logs, process, "0"):
         try:
@@ -107,44 +111,5 @@ def run_job(process: str, work: Callable[[Job], int]) -> int:
             log.exception("the run failed")
             code = 2 if failure.fault == "user" else 1
             report.result(code, failure.error, failure.sentence)
-    console.flush()
+        console.drain(END_SECONDS)
     return code
-
-
-class Console(io.TextIOBase):
-    """Standard output for what we say ourselves. A terminal that is gone must not end a run: the log says it, once."""
-
-    def __init__(self) -> None:
-        self._file = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
-        self._gone = False
-        sys.stdout.flush()
-        os.dup2(2, 1)  # whatever libraries print (Ray does when a process dies) goes to the log
-
-    def write(self, text: str) -> int:
-        if not self._gone:
-            try:
-                return self._file.write(text)
-            except OSError as error:
-                self._lost(error)
-        return len(text)
-
-    def flush(self) -> None:
-        if not self._gone:
-            try:
-                self._file.flush()
-            except OSError as error:
-                self._lost(error)
-
-    def _lost(self, error: OSError) -> None:
-        self._gone = True
-        log.warning("the console is gone (%s): the run goes on without it", error.strerror)
-
-    def isatty(self) -> bool:
-        return self._file.isatty()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # TextIOBase has an attribute here
-        return self._file.encoding

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import IO, Any, TypeVar, cast
 
 from envpool.suites import load_suite
-from segue.cluster.child import Console
 from segue.cluster.roles import Facts
 from segue.config import Config
+from segue.console import Console
 from segue.errors import RunFailed, UserError
 from segue.ports.rpc import Peer, PeerLost, PeerTimeout, RemoteError, Rpc, ask
 from segue.ports.scheduler import (
@@ -46,6 +46,7 @@ from segue.report import (
     step_text,
     summary_table,
 )
+from segue.report.read import age_bound
 from segue.rundir import JsonLines, RunDir, read_jsonl, write_json
 from segue.wire import Message
 
@@ -111,7 +112,7 @@ class Controller:
             await self._evaluate("before")
         await self._ask(OPEN_TRAINING, OpenTraining(config.steps))
         self._last_step = time.monotonic()
-        await self._learned
+        await asyncio.shield(self._learned)  # a cancelled course must not take the learner's end with it
         if config.eval.after and config.eval.tasks:
             await self._evaluate("after")
 
@@ -225,7 +226,7 @@ class Controller:
         summary = build_summary(
             RunFacts(
                 mode=self._config.mode,
-                bound=self._config.staleness.max_age,
+                bound=age_bound(self._run, self._config),
                 wall_seconds=time.monotonic() - self._began,
                 lines=read_jsonl(self._run.metrics),
                 episodes=_episodes(status["episodes"]),

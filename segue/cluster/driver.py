@@ -213,6 +213,7 @@ class Driver:
         controller = Controller(self._config, self._run, scheduler, learned, console, only_eval=self._job.only_eval)
         course = asyncio.create_task(controller.run())
         silence = asyncio.create_task(self._watch_silence())
+        beating = asyncio.create_task(self._beat())
         interrupt = asyncio.create_task(self._interrupted.wait())
         try:
             await self._until_end(course, silence, interrupt)
@@ -228,7 +229,7 @@ class Driver:
             await controller.stop(failure.sentence)
             raise
         finally:
-            for task in (course, silence, interrupt, *self._restarts):
+            for task in (course, silence, beating, interrupt, *self._restarts):
                 task.cancel()
 
     async def _until_end(self, course: asyncio.Task[Any], silence: asyncio.Task[Any], interrupt: asyncio.Task[Any]) -> None:
@@ -297,11 +298,19 @@ class Driver:
             await self._each(list(self._actors.values()), ping)
             await asyncio.sleep(seconds / 3)
 
+    async def _beat(self) -> None:
+        """The supervisor watches this process as it watches the roles."""
+        while True:
+            self._report.alive()
+            await asyncio.sleep(self._config.cluster.silence_seconds / 3)
+
     async def _interrupt(self, course: asyncio.Task[Any], learned: asyncio.Future[Any]) -> None:
-        """Ctrl-C: the learner ends its step and writes a checkpoint."""
+        """Ctrl-C: the learner ends its step and writes a checkpoint. Raises what it could not do."""
         course.cancel()
         await self._each((a for a in self._actors.values() if a.spec.role == "learner"), lambda actor: actor.remote("stop"))
-        await learned
+        errors = [end for end in await learned if isinstance(end, BaseException)]
+        if errors:
+            raise next((error for error in errors if isinstance(error, Died)), errors[0])
 
     async def _facts(self) -> dict[str, Facts]:
         facts: dict[str, Facts] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from segue.cluster.plan import plan_lines
 from segue.cluster.ports import check_ports
 from segue.cluster.processes import die_with_parent
 from segue.config import Config, load_config, to_toml
+from segue.config.learner import WarmstartConfig
 from segue.errors import UserError
 from segue.rundir import CheckpointFolder, RunDir
 
@@ -73,10 +75,24 @@ def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:
         raise UserError(
             f"The run in {path} has done its {config.steps} steps: raise steps to go on, for instance with --set steps."
         )
+    _check_same_model(path, config)
     run = RunDir.resume(path, to_toml(config))
     run.truncate_metrics(checkpoint.step)
     run.clear_targets()
     return run, checkpoint
+
+
+def _check_same_model(path: Path, config: Config) -> None:
+    """A checkpoint holds weights of one shape, and tasks of one suite that are still to be done."""
+    then, now = tomllib.loads(RunDir(path).config.read_text(encoding="utf-8")), tomllib.loads(to_toml(config))
+    for key in ("task.env", "model.path", *(f"warmstart.{key}" for key in sorted(WarmstartConfig.model_fields))):
+        table, _, name = key.partition(".")
+        before, wanted = then.get(table, {}).get(name), now.get(table, {}).get(name)
+        if before != wanted and key != "warmstart.threads":
+            raise UserError(
+                f"The run in {path} was begun with {key} = {before!r}, and a resumed run cannot change it to {wanted!r}: "
+                "set it back, or begin another run."
+            )
 
 
 def _check_serial(config: Config) -> None:

@@ -1,7 +1,7 @@
 """`segue train`: runs the driver as a child and watches it, so that whatever dies, this process can still name it.
 
 Consumes: lines of JSON that the driver writes to a pipe (`Report`): the processes of the run, that it has started, that it is
-stopping, its result. Waits for: the driver's end, the death of any process of the run (a pidfd each), SIGINT and SIGTERM.
+stopping, its result. Waits for: the driver's end, the death of any process of the run (a pidfd each), SIGINT, SIGTERM and SIGHUP.
 Produces: the exit code. It imports neither Ray nor torch: when Ray's control store dies, Ray ends the process that uses it, from
 C++, with its messages on stderr: those go to the driver's log.
 """
@@ -22,11 +22,15 @@ from typing import Any
 from segue.cluster.child import REPORT_FD, SCRATCH, SUPERVISOR, command_line
 from segue.cluster.prepare import Prepared, prepare
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family
+from segue.console import surviving_stdout
 from segue.errors import RunFailed, UserError
 from segue.rundir import RunDir
 
 GRACE_AFTER_DEATH = 20.0
 """Seconds the driver gets to end by itself, naming the cause, after a part the run cannot do without has died."""
+
+DOUBT_SECONDS = 2.0
+"""How long a driver that seems silent has to prove otherwise."""
 
 
 def supervise(config_path: Path, overrides: list[str], run: Path | None, resume: bool, serial: bool) -> int:
@@ -34,7 +38,9 @@ def supervise(config_path: Path, overrides: list[str], run: Path | None, resume:
 
     Raises `UserError` for what the user can mend, `RunFailed` with the first cause if a part died. Leaves no process behind.
     """
-    return watch(prepare(config_path, overrides, run, resume, serial), serial)
+    with surviving_stdout():
+        prepared = prepare(config_path, overrides, run, resume, serial)
+    return watch(prepared, serial)
 
 
 def watch(prepared: Prepared, serial: bool, quiet: bool = False) -> int:
@@ -43,7 +49,8 @@ def watch(prepared: Prepared, serial: bool, quiet: bool = False) -> int:
     with tempfile.TemporaryDirectory(prefix="segue-", dir=_short_folder(), ignore_cleanup_errors=True) as scratch:
         watching = _Watch(prepared, serial, quiet, scratch)
         try:
-            return asyncio.run(watching.run())
+            with surviving_stdout():
+                return asyncio.run(watching.run())
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # this is the end already, and it must be whole
             end_family(grace_seconds=0.0 if watching.in_haste else 2.0)
@@ -73,7 +80,8 @@ class _Watch:
         self._started = False
         self._stopping = False
         self._interrupted = 0
-        self._late = self._stuck = self._killed = False
+        self._late = self._stuck = self._silent = self._killed = False
+        self._silence: asyncio.TimerHandle | None = None
         self._signal = signal.SIGINT
         self._result: dict[str, Any] | None = None
         self._first_death: str | None = None
@@ -83,8 +91,9 @@ class _Watch:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         reading = self._start_driver()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._on_signal, number)
         reader = asyncio.create_task(self._read_reports(reading))
         self._watch(self._driver.pid, "driver", fatal=True)
         loop.call_later(self._config.cluster.start_seconds + GRACE_AFTER_DEATH, self._look_whether_started)
@@ -121,10 +130,13 @@ class _Watch:
                 self._watch(report["pid"], report["part"], report["fatal"])
             elif "started" in report:
                 self._started = True
+            elif "alive" in report:
+                self._on_alive()
             elif "stopping" in report:
                 self._on_stopping()
             elif "result" in report and self._result is None:
                 self._result = report["result"]
+                self._expect_end()
 
     def _watch(self, pid: int, part: str, fatal: bool) -> None:
         try:
@@ -149,26 +161,51 @@ class _Watch:
             self._on_death(part)
 
     def _on_death(self, part: str) -> None:
-        if self._stopping or self._interrupted or self._first_death is not None:
+        if self._stopping or self._interrupted or self._killed or self._first_death is not None:
             return
         self._first_death = part
         asyncio.get_running_loop().call_later(GRACE_AFTER_DEATH, self._kill_driver)
 
     def _on_signal(self, number: int) -> None:
+        if number == signal.SIGHUP and self._interrupted:
+            return  # a terminal that closes may say so twice
         self._interrupted += 1
         self._signal = signal.Signals(number)
         if self._interrupted > 1 or not self._started:
             self.in_haste = True
             self._kill_driver()
             return
-        print("\nStopping: the learner finishes its step and writes a checkpoint (Ctrl-C again ends at once).", flush=True)
         self._driver.send_signal(signal.SIGINT)
         asyncio.get_running_loop().call_later(self._grace(), self._give_up)
+        print("\nStopping: the learner finishes its step and writes a checkpoint (Ctrl-C again ends at once).", flush=True)
 
     def _on_stopping(self) -> None:
         self._stopping = True
+        self._hear()
         if not self._interrupted:  # an interrupt has a deadline of its own
-            asyncio.get_running_loop().call_later(3 * self._config.cluster.stop_seconds + GRACE_AFTER_DEATH, self._give_up)
+            self._expect_end()
+
+    def _expect_end(self) -> None:
+        """All that is left to do is to stop the roles and Ray."""
+        asyncio.get_running_loop().call_later(3 * self._config.cluster.stop_seconds + GRACE_AFTER_DEATH, self._give_up)
+
+    def _on_alive(self) -> None:
+        self._hear()
+        if not self._stopping:  # from then on there are deadlines for the stop
+            loop = asyncio.get_running_loop()
+            self._silence = loop.call_later(self._config.cluster.silence_seconds, self._doubt)
+
+    def _hear(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+
+    def _doubt(self) -> None:
+        """It may be this process that was stopped (Ctrl-Z): what the driver said meanwhile is read first."""
+        self._silence = asyncio.get_running_loop().call_later(DOUBT_SECONDS, self._on_silence)
+
+    def _on_silence(self) -> None:
+        self._silent = True
+        self._kill_driver()
 
     def _look_whether_started(self) -> None:
         """The driver has a deadline of its own; this is for one that is stuck, in Ray's start for instance."""
@@ -203,6 +240,9 @@ class _Watch:
         if self._stuck:
             seconds = self._config.cluster.start_seconds
             raise RunFailed("start", f"The run did not start within cluster.start_seconds = {seconds:g}: see {log}.")
+        if self._silent:
+            seconds = self._config.cluster.silence_seconds
+            raise RunFailed("driver", f"The driver has not answered for cluster.silence_seconds = {seconds:g}: see {log}.")
         if self._late:
             raise RunFailed("driver", f"The run did not stop in time and was ended: see {self._run.logs}.")
         if self._interrupted:

@@ -20,7 +20,7 @@ from segue.clock import Compute, LogicalCompute, ThreadCompute
 from segue.cluster.roles import Facts, Role, RoleSpec
 from segue.config import Config
 from segue.config.root import resolve
-from segue.errors import UserError
+from segue.errors import UserError, WireError
 from segue.logs import ProcessLog
 from segue.metrics import ActivityClock, BuildInfo, Metrics, StateClock
 from segue.metrics.exporter import Exporter
@@ -166,7 +166,13 @@ def _build_scheduler(spec: RoleSpec, config: Config, place: Place) -> Host:
     compute = place.compute("scheduler-io")
     shell = SchedulerShell(config, Path(spec.run_dir), tasks, metrics, clock, MemoryJournal(), compute)
     if spec.resume:
-        shell.restore((Path(spec.resume) / SCHEDULER_CUT).read_bytes())
+        try:
+            shell.restore((Path(spec.resume) / SCHEDULER_CUT).read_bytes())
+        except (OSError, WireError):
+            raise UserError(
+                f"The checkpoint {spec.resume} is damaged ({SCHEDULER_CUT} is not what was written): "
+                "remove that folder to resume from an earlier one, or start the run anew."
+            ) from None
     return Host(spec, config, shell, {spec.name: metrics}, {spec.name: clock})
 
 

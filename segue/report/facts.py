@@ -60,7 +60,7 @@ class EvalResult:
 class RunFacts:
     """Everything `segue.report.build_summary` reads.
 
-    mode, bound     `config.mode` and `config.staleness.max_age`
+    mode, bound     `config.mode` and `segue.report.read.age_bound`
     wall_seconds    of this attempt, from the start of the roles to the end of the last evaluation
     lines           the lines of metrics.jsonl (`segue.report.step_line`), earlier attempts' included
     episodes        from the scheduler's status

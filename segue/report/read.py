@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from segue.config import load_config
+from segue.config import Config, load_config
 from segue.errors import UserError
 from segue.report.summary import partial_summary
 from segue.rundir import RunDir, read_jsonl
@@ -22,12 +22,18 @@ def read_report(path: Path) -> tuple[dict[str, Any], str]:
         return _load(run.summary), ""
     lines = read_jsonl(run.metrics)
     config = load_config(run.config)
-    known = partial_summary(config.mode, config.staleness.max_age, lines)
+    known = partial_summary(config.mode, age_bound(run, config), lines)
     sentence = (
         f"The run in {path} is not complete: {known['steps']} of {config.steps} steps are trained, "
         "and the figures are those of the steps alone (a stopped run goes on with --resume)."
     )
     return known, sentence
+
+
+def age_bound(run: RunDir, config: Config) -> int:
+    """The greatest `staleness.max_age` that the run has had: earlier attempts may have had another than `config`."""
+    earlier = (load_config(path).staleness.max_age for path in run.earlier_configs())
+    return max(config.staleness.max_age, *earlier, 0)
 
 
 def _load(path: Path) -> dict[str, Any]:

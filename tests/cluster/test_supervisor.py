@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -203,6 +204,85 @@ def test_a_stop_that_fails_after_an_interrupt_says_so(prepared: Prepared, monkey
     """
     with pytest.raises(RunFailed, match="No checkpoint"):
         under_watch(prepared, script, monkeypatch, RESULT % (1, "disk", "No checkpoint."))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_closed_terminal_stops_in_order(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], times: int
+) -> None:
+    """SIGHUP, by the kernel and then perhaps by the shell too; and the word of it can be written nowhere."""
+    script = f"""
+    passed_on = []
+    signal.signal(signal.SIGINT, lambda *_: passed_on.append(1))
+    report(started=True)
+    time.sleep(0.1)
+    for _ in range({times}): os.kill({os.getpid()}, signal.SIGHUP)
+    while not passed_on: time.sleep(0.01)
+    report(stopping=True)
+    """
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, 1)
+    os.close(full)
+    assert under_watch(prepared, script, monkeypatch, RESULT % (130, "", "")) == 128 + signal.SIGHUP
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_driver_that_falls_silent_is_ended_and_named(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP, or a loop that is stuck: the roles would train on, and nobody would see the end."""
+    monkeypatch.setattr(supervisor, "DOUBT_SECONDS", 0.1)
+    cluster = prepared.config.cluster.model_copy(update={"silence_seconds": 0.1})
+    silent = dataclasses.replace(prepared, config=prepared.config.model_copy(update={"cluster": cluster}))
+    script = """
+    tied = "import ctypes, time; ctypes.CDLL(None).prctl(1, 9); time.sleep(600)"  # ends with the driver, and is seen to end first
+    report(pid=subprocess.Popen([sys.executable, "-c", tied]).pid, part="raylet", fatal=True)
+    time.sleep(0.5)
+    report(started=True)
+    report(alive=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    with pytest.raises(RunFailed, match=r"The driver has not answered for cluster.silence_seconds = 0.1: see .*driver-0.log"):
+        under_watch(silent, script, monkeypatch)
+
+
+def test_a_supervisor_that_was_stopped_itself_hears_first_what_was_said(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z and fg: its time is up, but the driver has spoken meanwhile; and after `stopping` other deadlines count."""
+    cluster = prepared.config.cluster.model_copy(update={"silence_seconds": 0.3, "stop_seconds": 10.0})
+    beating = dataclasses.replace(prepared, config=prepared.config.model_copy(update={"cluster": cluster}))
+    script = f"""
+    report(started=True)
+    for n in range(20):
+        report(alive=True)
+        time.sleep(0.05)
+        if n == 4: os.kill({os.getpid()}, signal.SIGSTOP)
+        if n == 14: os.kill({os.getpid()}, signal.SIGCONT)
+    report(stopping=True)
+    time.sleep(0.5)
+    """
+    assert under_watch(beating, script, monkeypatch, RESULT % (0, "", "")) == 0
+
+
+def test_an_interrupted_run_that_has_its_result_ends_though_ray_does_not(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner may take its time to write a checkpoint; once it has, what is left has the deadline of any stop."""
+    script = f"""
+    signal.signal(signal.SIGINT, lambda *_: None)
+    report(started=True)
+    time.sleep(0.1)
+    os.kill({os.getpid()}, signal.SIGINT)
+    """
+    assert under_watch(prepared, script, monkeypatch, RESULT % (130, "", ""), "while True: time.sleep(600)") == 130
+
+
+def test_nohup(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        script = f"report(started=True)\ntime.sleep(0.1)\nos.kill({os.getpid()}, signal.SIGHUP)\n"
+        assert under_watch(prepared, script, monkeypatch, RESULT % (0, "", "")) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_it_needs_no_loop_of_the_callers(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:

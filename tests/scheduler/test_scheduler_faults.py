@@ -108,6 +108,22 @@ def test_f08_what_went_over_age_is_not_begun_again() -> None:
     assert len(world.core.groups.live) == 2, "and the place is used"
 
 
+def test_f48_what_a_batch_does_not_need_stays_for_those_that_follow() -> None:
+    """Five batches' worth of groups finishes before the first is taken: each is trained once, in order, at its age by then."""
+    world = World(make_config(staleness__max_age=4))
+    node = world.join("rollout-0", 100)
+    world.update_all()
+    world.send(e.TrainingOpened(100))
+    for lease in list(node.leases.values()):
+        world.delta(node, lease, tokens=3, reward=float(lease.grant.member))
+        world.finish(node, lease)
+    for step in range(5):
+        assert [group.group for group in world.plans[step].groups] == [2 * step, 2 * step + 1]
+        assert (world.plans[step].trainable, world.plans[step].over_age) == (12, 0)
+        world.take()
+        world.train()
+
+
 def test_f57_a_wake_up_that_is_meant_for_others_ends_no_wait_and_none_is_missed(tmp_path: Path) -> None:
     """Each waiter looks again after every wake: it neither returns empty-handed nor spins; and what comes wakes all of them."""
 

@@ -124,23 +124,23 @@ async def messages(folder: Path, nodes: int, places: int, seconds: float, **sect
 
 def test_ten_times_the_episodes_make_no_more_messages(tmp_path: Path) -> None:
     async def course() -> None:
-        few, trained_few = await messages(tmp_path / "few", 2, 20, 10.0)
-        many, trained_many = await messages(tmp_path / "many", 2, 200, 10.0)
+        few, trained_few = await messages(tmp_path / "few", 2, 30, 8.0)
+        many, trained_many = await messages(tmp_path / "many", 2, 300, 8.0)
         assert trained_many > 5 * trained_few > 0, "they do ten times the work"
-        assert many <= 1.1 * few
-        assert many <= 500 * 10.0 * 0.2, "two nodes are far from the limit"
+        assert many <= 1.05 * few
+        assert many <= 500 * 8.0 * 0.2, "two nodes are far from the limit"
 
     run(course)
 
 
-@pytest.mark.parametrize("places", [10, 100])
+@pytest.mark.parametrize("places", [10, 50])
 def test_the_limit_holds_with_many_nodes_whatever_they_do(tmp_path: Path, places: int) -> None:
     """Ten nodes that each want to say something all the time, and a limit of 40 messages a second."""
 
     async def course() -> None:
-        calls, trained = await messages(tmp_path, 10, places, 20.0, scheduler__messages_per_second=40.0)
+        calls, trained = await messages(tmp_path, 10, places, 15.0, scheduler__messages_per_second=40.0)
         assert trained > 0
-        assert calls <= 40.0 * 20.0
+        assert calls <= 40.0 * 15.0
 
     run(course)
 
