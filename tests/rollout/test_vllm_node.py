@@ -48,7 +48,14 @@ async def start(w: World, cores: Cores, core: Any) -> tuple[Node, Progress]:
     from rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine(
-        core, cores.model(False), slots=SLOTS, max_tokens=MAX_TOKENS, chunk_tokens=4, tokenizer=made.words(), owns_core=False
+        core,
+        cores.model(False),
+        slots=SLOTS,
+        max_tokens=MAX_TOKENS,
+        score_tokens=MAX_TOKENS,
+        chunk_tokens=4,
+        tokenizer=made.words(),
+        owns_core=False,
     )
     node = await w.add_node("rollout-0", engine=engine, receiver=Receiver(0.01))
     return node, Progress(engine, core)

@@ -128,7 +128,14 @@ class VllmHarness:
         assert slots <= SLOTS
         core = await self.cores.get(tied)
         engine = VllmEngine(
-            core, self.cores.model(tied), slots=slots, max_tokens=MAX_TOKENS, ahead=0, chunk_tokens=1, owns_core=False
+            core,
+            self.cores.model(tied),
+            slots=slots,
+            max_tokens=MAX_TOKENS,
+            score_tokens=MAX_TOKENS,
+            ahead=0,
+            chunk_tokens=1,
+            owns_core=False,
         )
         self._engines.append((engine, core))
         await engine.start()
