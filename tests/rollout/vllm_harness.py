@@ -20,6 +20,10 @@ from segue.ports.engine import Engine, PauseMode
 from segue.ports.weights import StagedWeights
 
 SLOTS, MAX_TOKENS = 4, 200
+KV_BYTES = 2 * 2 * 32 * 4
+"""Of a token: keys and values, two layers, one head of 32, float32."""
+SHORT_BLOCKS = 20
+"""Blocks of the core with tied embeddings, those that scoring keeps included: two long contexts fit, four do not."""
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 2,
@@ -71,7 +75,7 @@ class Cores:
                 dtype="float32",
                 device="cpu",
                 seed=0,
-                given={},
+                given={"kv_cache_memory_bytes": SHORT_BLOCKS * 32 * KV_BYTES} if tied else {},
             )
             core = self._cores[tied] = Core(arguments)
             await core.start()
@@ -122,7 +126,7 @@ class VllmHarness:
         self._epoch = 0
         self._engines: list[tuple[Any, Any]] = []
 
-    async def engine(self, *, slots: int = SLOTS, tied: bool = False, version: int | None = 0) -> Engine:
+    async def engine(self, *, slots: int = SLOTS, tied: bool = False, version: int | None = 0, tokenizer: Any = None) -> Engine:
         from rollout.vllm.engine import VllmEngine
 
         assert slots <= SLOTS
@@ -136,6 +140,7 @@ class VllmHarness:
             ahead=0,
             chunk_tokens=1,
             owns_core=False,
+            tokenizer=tokenizer,
         )
         self._engines.append((engine, core))
         await engine.start()
