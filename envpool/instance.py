@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -10,8 +11,7 @@ from envpool.environment import DataError, Environment, Keyed, SimulatedCrash, S
 from envpool.messages import Act, Acted, Call, Dispose, Disposed, Made, Make, Observed, Raised, Reply, Reset, RestoreTo
 from segue.episode import FailureClass
 from segue.ports.envpool import Observation, Resume, StepResult
-
-DETAIL_CHARACTERS = 500
+from segue.users_code import described, kind, traceback_of
 
 
 class Instance:
@@ -33,13 +33,17 @@ class Instance:
         except SimulatedCrash:
             raise
         except DataError as error:
-            return Raised(call.instance, call.call, FailureClass.DATA, _describe(error))
+            return self._raised(call, FailureClass.DATA, error)
         except BaseException as error:  # also SystemExit: environments call code that calls sys.exit
-            return Raised(call.instance, call.call, FailureClass.ENV, _describe(error))
+            return self._raised(call, FailureClass.ENV, error)
 
     def owed(self) -> float:
         """Seconds the last call should still take (deferred environments only)."""
         return self._timed.owed() if self._timed is not None else 0.0
+
+    def _raised(self, call: Call, failure: FailureClass, error: BaseException) -> Raised:
+        owner = type(self._environment if self._environment is not None else self._suite)
+        return Raised(call.instance, call.call, failure, described(error, owner), kind(error, owner), traceback_of(error))
 
     def _perform(self, call: Call) -> Reply:
         if isinstance(call, Dispose):
@@ -70,6 +74,8 @@ class Instance:
         assert self._environment is not None
         if self._environment.resume != Resume.SNAPSHOT:
             return None
+        if not callable(getattr(self._environment, "snapshot", None)):
+            raise TypeError("the environment's resume is 'snapshot', but it has no method snapshot")
         snapshot = self._environment.snapshot()
         if not isinstance(snapshot, bytes):
             raise TypeError(f"snapshot() returned {type(snapshot).__name__}, not bytes")
@@ -82,15 +88,22 @@ class Instance:
         try:
             environment.close()
         except BaseException as error:  # the instance is gone either way
-            return Disposed(call.instance, call.call, _describe(error))
+            return Disposed(call.instance, call.call, described(error, type(environment)))
         return Disposed(call.instance, call.call)
+
+
+def _plain(value: Any) -> Any:
+    """The number in a NumPy or torch scalar, which environments return where the contract says float or bool."""
+    if getattr(value, "shape", None) == ():
+        return value.item()
+    raise TypeError(f"the environment returned a {type(value).__name__} inside of its result")
 
 
 def _checked(value: Observation, kind: type[Observation]) -> Observation:
     """`value` if it is what the contract says down to the last field; an environment is other people's code."""
     if not isinstance(value, kind):
         raise TypeError(f"the environment returned {type(value).__name__}, not {kind.__name__}")
-    return msgspec.convert(msgspec.to_builtins(value), kind)
+    return msgspec.convert(msgspec.to_builtins(value, enc_hook=_plain), kind)
 
 
 def _checked_result(result: StepResult) -> StepResult:
@@ -98,13 +111,9 @@ def _checked_result(result: StepResult) -> StepResult:
         raise TypeError(f"step() returned {type(result).__name__}, not StepResult")
     if result.terminated and result.truncated:
         raise ValueError("step() returned terminated and truncated together")
-    result = msgspec.convert(msgspec.to_builtins(result), StepResult)
+    result = msgspec.convert(msgspec.to_builtins(result, enc_hook=_plain), StepResult)
     if not math.isfinite(result.reward) or not all(map(math.isfinite, result.info.values())):
         raise ValueError(f"step() returned a reward of {result.reward} and info {result.info}: numbers must be finite")
     for message in result.observation.messages:
         message.content.encode()
     return result
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS].encode("utf-8", "replace").decode()

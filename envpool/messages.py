@@ -127,12 +127,17 @@ class Disposed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    """The call raised: `failure` is env or data. The instance takes nothing but `Dispose` any more."""
+    """The call raised: `failure` is env or data. The instance takes nothing but `Dispose` any more.
+
+    `detail` is half a sentence (`segue.users_code.described`); errors of one `kind` are the same error again.
+    """
 
     instance: int
     call: int
     failure: str
     detail: str
+    kind: str = ""
+    traceback: str = ""
 
 
 Reply = Made | Observed | Acted | Disposed | Raised

@@ -15,9 +15,10 @@ import logging
 from collections.abc import Callable
 
 from envpool.commands import Command, Deliver, Kill, Send, Spawn
-from envpool.messages import LoadedSuite, LoadFailed, Reply
+from envpool.messages import LoadedSuite, LoadFailed, Raised, Reply
 from envpool.outbox import Outbox
 from envpool.pool import Pool
+from envpool.raised import RaisedLog
 from envpool.record import PoolLimits
 from envpool.seats import START_FAILURES
 from envpool.workers import ProcessWorkers, Workers
@@ -64,6 +65,7 @@ class PoolShell:
         self._service.add(POOL_STATUS, self._status)
         self._peers: dict[str, Peer] = {}
         self._outboxes: dict[str, Outbox] = {}
+        self._raised = RaisedLog(name)
         self._core: Pool | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ready: asyncio.Future[None] | None = None
@@ -132,6 +134,8 @@ class PoolShell:
     # --- workers (envpool.workers.Sink) -------------------------------------------------------------------------------
 
     def said(self, seat: int, generation: int, body: LoadedSuite | LoadFailed | Reply) -> None:
+        if isinstance(body, Raised):
+            self._raised.add(body)
         self._event(lambda core: core.worker_said(now(), seat, generation, body))
         if isinstance(body, LoadedSuite) and self._ready is not None and not self._ready.done():
             self._ready.set_result(None)

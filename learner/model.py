@@ -16,6 +16,7 @@ from learner.attention import NAME, packed_into
 from learner.logprobs import chunked_logprobs
 from learner.packing import Row, pack
 from segue.errors import UserError
+from segue.model_folder import check_loaded
 
 POLICY = "policy"
 """The model that is trained and published. Others (reference, critic, adapter) come beside it under names of their own."""
@@ -92,7 +93,8 @@ def _logit_rule(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 def load_model(path: str | Path, chunk_tokens: int = 1024, device: torch.device | None = None) -> PackedModel:
     """The causal LM in a Hugging Face folder (or of that name), float32, on `device`, checked to be exact when packed.
 
-    Raises `UserError`: there is no model there, or it is of a kind that the learner cannot train packed.
+    Raises `UserError`: there is no model there, its weights are not whole, or it is of a kind that the learner cannot train
+    packed.
     """
     folder = Path(path)
     if folder.is_dir() and not (folder / "config.json").is_file():
@@ -100,11 +102,14 @@ def load_model(path: str | Path, chunk_tokens: int = 1024, device: torch.device 
     if not folder.is_dir() and (folder.is_absolute() or str(path).startswith((".", "~")) or folder.exists()):
         raise UserError(f"There is no model folder {path}: name a Hugging Face model folder in model.path.")
     try:
-        lm = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+        lm, report = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+        )
     except Exception as error:  # transformers, safetensors and json each raise classes of their own
         raise UserError(
             f"The model {path} cannot be loaded ({_first_line(error)}): name another folder in model.path."
         ) from error
+    check_loaded(str(path), [name for name, _ in lm.named_children()], report)
     lm.to(device or torch.device("cpu"))
     return wrap_model(lm, str(path), chunk_tokens)
 

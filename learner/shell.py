@@ -29,7 +29,7 @@ from learner.reports import TrajectorySamples, record_step
 from learner.state import gather_state, restore_state
 from learner.trainer import NotFinite, StepStats, Trainer
 from learner.world import alone, any_rank, from_first, join_world, leave_world, together
-from segue.clock import Compute, ThreadCompute, now
+from segue.clock import Compute, LogicalCompute, ThreadCompute, now
 from segue.config import Config
 from segue.errors import RunFailed, WireError
 from segue.metrics import Metrics, StateClock
@@ -220,7 +220,9 @@ class LearnerShell:
         await self._publish()
 
     async def _train(self, trainer: Trainer, batch: PreparedBatch) -> StepStats:
-        enter: Callable[[str], None] = lambda phase: self._clock.enter(_STATE_OF_PHASE[phase])  # noqa: E731
+        # On a logical clock the step's seconds pass after its work, all in one state: which phase took them is not known.
+        logical = isinstance(self._compute, LogicalCompute)
+        enter: Callable[[str], None] = lambda phase: None if logical else self._clock.enter(_STATE_OF_PHASE[phase])  # noqa: E731
         try:
             return await self._in_order(
                 lambda: trainer.train(batch, self.version, enter), self.config.serial.learner_step_seconds

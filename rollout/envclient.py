@@ -58,6 +58,7 @@ class EnvCallFailed(Exception):
         super().__init__(f"{failure} ({reason}): {detail}")
         self.failure = failure
         self.reason = reason
+        self.detail = detail
 
 
 class _Waiter:

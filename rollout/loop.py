@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from rollout.chat import ChatRenderer
 from rollout.envclient import EnvCallFailed, EnvClient
-from rollout.fit import fit_observation
+from rollout.fit import beyond, fit_observation
 from rollout.gate import Gate, Passage
 from rollout.interrupts import Dropped, Interrupts, Parking
 from rollout.ledger import EpisodeKv, Ledger
@@ -38,6 +38,8 @@ from segue.ports.scheduler import Fail, Finish, Lease, NodeEvent, Parked, Paused
 from segue.trajectory import Author, context
 
 PIECE_TOKENS = 2048
+DETAIL_CHARACTERS = 500
+"""Of what the scheduler is told about a failure."""
 """A long action reaches the scheduler in pieces of about so many tokens (17 bytes each, under the 64 kB limit of a flush)."""
 
 T = TypeVar("T")
@@ -143,7 +145,7 @@ class EpisodeLoop:
             where = f"episode {self.lease.episode}, attempt {self.lease.attempt}"
             raise AssertionError(f"{where}: {error}" if str(error) else where) from error
         except EnvCallFailed as error:
-            self._fail(error.failure, error.reason, error)
+            self._fail(error.failure, error.reason, error, error.detail)
         except BadLog as error:
             self._fail(FailureClass.INFRA, "bad_log", error)
         except UserError as error:
@@ -193,6 +195,12 @@ class EpisodeLoop:
             self._write_prompt(created)
 
     def _write_prompt(self, created: Created) -> None:
+        messages = created.observation.messages
+        if beyond(messages, self._budget.max_tokens):
+            raise UserError(
+                f"The prompt of task {self.lease.task.id} has {sum(len(m.content) for m in messages)} characters, far more than "
+                f"rollout.max_tokens = {self._budget.max_tokens} tokens hold: raise it, or leave the task out."
+            )
         prompt = self._host.renderer.prompt_log(created.observation)
         room = self._budget.max_tokens - self._budget.closing - len(prompt)
         if room < 1:
@@ -394,12 +402,12 @@ class EpisodeLoop:
         )
         self._emit(finish, True)
 
-    def _fail(self, failure: str, reason: str, error: Exception) -> None:
+    def _fail(self, failure: str, reason: str, error: Exception, detail: str = "") -> None:
         if self.dropped:
             return
         log.warning("episode %d, attempt %d failed (%s, %s): %s", *self.key, failure, reason, error)
         self._host.metrics.add("segue_discarded_tokens_total", len(self._piece), reason="failed")
-        self._emit(Fail(*self.key, failure, reason), True)
+        self._emit(Fail(*self.key, failure, reason, detail or " ".join(str(error).split())[:DETAIL_CHARACTERS]), True)
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

@@ -213,7 +213,9 @@ class CarryOut:
         return self._event("warning", {"sentence": warn.sentence})
 
     def _fatal(self, fatal: c.Fatal) -> Thunk:
-        return lambda: self._shell.fail(fatal.part, fatal.sentence)
+        if not fatal.users:
+            return lambda: self._shell.fail(fatal.part, fatal.sentence)
+        return lambda: self._shell.fail_users(fatal.part, fatal.sentence, fatal.remedy)
 
     def _stop_nodes(self, stop: c.StopNodes) -> Thunk:
         def send() -> None:

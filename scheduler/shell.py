@@ -39,12 +39,13 @@ from segue.clock import Compute, ThreadCompute
 from segue.clock import now as loop_now
 from segue.config import Config
 from segue.episode import Task
-from segue.errors import RunFailed, WireError
+from segue.errors import RunFailed, UserError, WireError
 from segue.metrics.registry import Metrics
 from segue.metrics.states import StateClock
 from segue.ports import scheduler as port
 from segue.ports.journal import Journal, MemoryJournal, Record
 from segue.ports.rpc import Done, Failure, Peer, Service
+from segue.rundir import RunDir
 from segue.wire import Message
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class SchedulerShell:
         self._journal = journal or MemoryJournal()
         self.compute = compute or ThreadCompute("scheduler-io")
         self.core = SchedulerCore(config, task_count=len(tasks))
+        self._run_dir = run_dir
         self.queue = TrajectoryQueue(run_dir / "queue", config.queue.bytes)
         self._stream = TaskStream(tasks, config.seed, config.data.shuffle)
         self._ledger = VersionLedger(run_dir / "journal" / "next_version")
@@ -252,15 +254,19 @@ class SchedulerShell:
             self.events.add("stopped", {"reason": reason})
         self.wake()
 
-    def fail(self, part: str, sentence: str) -> None:
-        """The run cannot go on."""
+    def fail_users(self, part: str, what: str, remedy: str) -> None:
+        """The run cannot go on, because of the user's environment: where its log is comes before the remedy."""
+        self.fail(part, f"{what}: {RunDir(self._run_dir).env_log()} has the traceback; {remedy}.", users=True)
+
+    def fail(self, part: str, sentence: str, users: bool = False) -> None:
+        """The run cannot go on; `users`: it is the user's to mend."""
         if self.failed:
             return
         log.error("%s: %s", part, sentence)
-        self.events.add("fatal", {"part": part, "sentence": sentence})
+        self.events.add("fatal", {"part": part, "sentence": sentence, "users": users})
         self.release(sentence)
         if self._over is not None and not self._over.done():
-            self._over.set_exception(RunFailed(part, sentence))
+            self._over.set_exception(UserError(sentence) if users else RunFailed(part, sentence))
             self._over.exception()  # looked at here, in case nobody awaits `run`
 
     @property
@@ -372,7 +378,7 @@ class SchedulerShell:
         run = self.core.eval_run(request.name)
         if run is None:
             raise CallRefused(f"there is no evaluation {request.name!r}")
-        return port.EvalStateReply(run.n, run.finished, run.failed, run.success, run.rewards, run.done)
+        return port.EvalStateReply(run.n, run.finished, run.failed, run.success, run.rewards, run.done, run.example, run.users)
 
     async def _watch_events(self, request: port.WatchEvents) -> port.EventsReply:
         await self._until(lambda: bool(self.events.after(request.after)), request.wait)

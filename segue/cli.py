@@ -142,11 +142,9 @@ def report(
     if as_json:
         print(json.dumps(summary, indent=2))
     else:
-        from rich.console import Console
+        from segue.report.table import print_summary
 
-        from segue.report.table import summary_table
-
-        Console().print(summary_table(summary, f"Run {run}"))
+        print_summary(summary, f"Run {run}", sys.stdout)
     if incomplete:
         print(incomplete, file=sys.stderr)
     return 0

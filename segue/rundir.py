@@ -17,6 +17,7 @@ import fcntl
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -154,32 +155,82 @@ class RunDir:
     # --- getting one ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def create(cls, path: Path, config_toml: str) -> RunDir:
-        """A new run directory. Raises `UserError` if it is used already or cannot be made."""
+    def create(cls, path: Path, config_toml: str, remedy: str = "name another with --run") -> RunDir:
+        """A new run directory. Raises `UserError` if it is used already or cannot be made (and then says the `remedy`).
+
+        One in which no step was trained may be used again: what the earlier attempt left is removed.
+        """
         try:
-            if path.exists() and (not path.is_dir() or any(path.iterdir())):
-                raise UserError(
-                    f"The run directory {path} is already used: add --resume to go on with that run, "
-                    "or give this one another name with --run."
-                )
-            path.mkdir(parents=True, exist_ok=True)
             run = cls(path)
+            run._check_unused()
+            path.mkdir(parents=True, exist_ok=True)
             run.lock()
+            run._check_unused()  # the other process may have been quicker
+            run._clear()
             run._make_folders()
             write_atomic(path / CONFIG, config_toml.encode())
         except RunFailed as error:
             raise UserError(error.sentence.replace(" and go on with --resume", "")) from error
         except OSError as error:
-            raise UserError(f"The run directory {path} cannot be made ({error.strerror}): name another with --run.") from None
+            raise UserError(f"The run directory {path} cannot be made ({error.strerror}): {remedy}.") from None
         return run
 
+    def _check_unused(self) -> None:
+        """Raises `UserError` unless a run may begin here."""
+        path = self.path
+        if path.is_dir():
+            if self.begun_in_vain() or not any(name.name != LOCK for name in path.iterdir()):
+                return
+        elif not path.exists():
+            return
+        if not self._ours():
+            what = "is not empty and no run directory" if path.is_dir() else "is a file"
+            raise UserError(f"{path} {what}: name a new or an empty folder with --run.")
+        if self.complete_checkpoints():
+            raise UserError(
+                f"The run directory {path} is already used: add --resume to go on with that run, "
+                "or give this one another name with --run."
+            )
+        raise UserError(
+            f"The run directory {path} is already used, by a run that has no checkpoint to go on from: "
+            "give this one another name with --run."
+        )
+
+    def begun_in_vain(self) -> bool:
+        """Whether this is the directory of a run that has trained no step (or none that a checkpoint or metrics.jsonl shows)."""
+        if not self._ours() or self.complete_checkpoints() or self.summary.exists():
+            return False
+        return not (self.metrics.is_file() and self.metrics.stat().st_size)
+
+    def _ours(self) -> bool:
+        """Whether it is a run directory: others have a config.toml, or logs/, too."""
+        return all((self.path / name).exists() for name in (CONFIG, LOCK, *_FOLDERS))
+
+    def _clear(self) -> None:
+        """Remove all that a run leaves behind; what is not ours stays."""
+        for folder in {name.partition("/")[0] for name in _FOLDERS}:
+            shutil.rmtree(self.path / folder, ignore_errors=True)
+        for name in (CONFIG, METRICS, SUMMARY, ATTEMPTS, EVALS):
+            (self.path / name).unlink(missing_ok=True)
+        for pattern in ("config.attempt-*.toml", "summary.attempt-*.json"):
+            for path in self.path.glob(pattern):
+                path.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Take back a run that was not begun: its name is free again."""
+        self._clear()
+        (self.path / LOCK).unlink(missing_ok=True)
+        self.unlock()
+        with contextlib.suppress(OSError):  # a file of somebody else's
+            self.path.rmdir()
+
     @classmethod
-    def create_default(cls, config_path: Path, config_toml: str, now: datetime, root: Path = Path("runs")) -> RunDir:
+    def create_default(cls, config_path: Path, config_toml: str, now: datetime, root: Path = Path("runs"), **how: str) -> RunDir:
         """A new run directory `runs/<config name>-<time>`; a second one in the same second gets a number."""
         base = f"{config_path.stem}-{now:%Y%m%d-%H%M%S}"
         names = [base, *(f"{base}-{n}" for n in range(2, 100))]
         name = next((name for name in names if not (root / name).exists()), base)
-        return cls.create(root / name, config_toml)
+        return cls.create(root / name, config_toml, **how)
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
@@ -245,6 +296,11 @@ class RunDir:
             started = now.isoformat(timespec="seconds")
             lines.append({"attempt": attempt, "started": started, "version": __version__, "resumed_from": resumed_from})
         return attempt
+
+    def env_log(self) -> Path:
+        """The log that what an environment raised just now is in: of an env pool, or of the one process of a serial run."""
+        logs = [path for name in ("envpool-*.log", "serial-0.log") for path in self.logs.glob(name)]
+        return max(logs, key=lambda path: path.stat().st_mtime, default=self.log_of("envpool-0"))
 
     def attempts(self) -> int:
         """How often the run was started."""
@@ -313,7 +369,8 @@ class RunDir:
         """The newest complete checkpoint. Raises `UserError` when there is none."""
         found = self.complete_checkpoints()
         if not found:
-            raise UserError(f"{self.path} has no complete checkpoint to resume from: start the run anew in another directory.")
+            again = "start it again without --resume" if self.begun_in_vain() else "start the run anew in another directory"
+            raise UserError(f"{self.path} has no complete checkpoint to resume from: {again}.")
         return found[-1]
 
     def truncate_metrics(self, step: int) -> int:

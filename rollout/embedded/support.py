@@ -20,6 +20,7 @@ from transformers.utils import logging
 from rollout.embedded.cache import SLOTS
 from rollout.embedded.runner import Runner
 from segue.errors import UserError
+from segue.model_folder import check_loaded
 
 _REMEDY = "use a decoder-only model with plain attention (Llama, Qwen, Mistral, Gemma and the like) or engine = 'vllm'"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -65,15 +66,20 @@ def open_config(path: str, max_tokens: int) -> Any:
 
 
 def open_model(path: str, config: Any, dtype: str, device: str) -> torch.nn.Module:
-    """The model in `path`, without gradients. A folder without weights gives random ones: nothing is sampled before a load."""
+    """The model in `path`, without gradients. A folder without weights gives random ones: nothing is sampled before a load.
+
+    Raises `UserError`: it cannot be opened, or has some of its weights but not all.
+    """
     if dtype not in _DTYPES:
         raise UserError(f"rollout.dtype = '{dtype}' is unknown: use one of {', '.join(_DTYPES)}.")
-    options = {"dtype": _DTYPES[dtype], "attn_implementation": SLOTS}
+    options: dict[str, Any] = {"dtype": _DTYPES[dtype], "attn_implementation": SLOTS}
+    report = None
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         if any(Path(path).glob("*.safetensors")) or any(Path(path).glob("pytorch_model*.bin")):
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, local_files_only=True, **options)
+            options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, report = AutoModelForCausalLM.from_pretrained(path, config=config, local_files_only=True, **options)
         else:
             model = AutoModelForCausalLM.from_config(config, **options)
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
@@ -81,6 +87,8 @@ def open_model(path: str, config: Any, dtype: str, device: str) -> torch.nn.Modu
     finally:
         if bars:
             logging.enable_progress_bar()
+    if report is not None:
+        check_loaded(path, [name for name, _ in model.named_children()], report)
     opened: torch.nn.Module = model.to(device).eval().requires_grad_(False)
     return opened
 

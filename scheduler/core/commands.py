@@ -182,10 +182,16 @@ class Warn(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fatal(msgspec.Struct, frozen=True, gc=False):
-    """The run cannot go on; `part` failed first."""
+    """The run cannot go on; `part` failed first.
+
+    `users`: environments or their tasks failed, which is the user's to mend. `sentence` then says only what happened, without
+    a full stop: the shell, which knows where the log is, adds that and the `remedy`.
+    """
 
     part: str
     sentence: str
+    users: bool = False
+    remedy: str = ""
 
 
 class StopNodes(msgspec.Struct, frozen=True):

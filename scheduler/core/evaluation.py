@@ -7,17 +7,22 @@ from scheduler.core.episodes import Episode, Group
 from scheduler.core.groups import Groups
 from scheduler.core.leases import Leases
 from scheduler.core.tables import Tables
-from segue.episode import State, Task
+from segue.episode import FailureClass, State, Task
 
 RUNNING = (State.PENDING, State.LEASED, State.PARKED)
 
 
 class EvalRun:
-    """One evaluation: `success` and `rewards` have one entry per finished episode, in the order in which they finished."""
+    """One evaluation: `success` and `rewards` have one entry per finished episode, in the order in which they finished.
+
+    `example` says why the last one failed, and `users` whether that is the user's to mend.
+    """
 
     def __init__(self, n: int) -> None:
         self.n = n
         self.failed = 0
+        self.example = ""
+        self.users = False
         self.success: list[float] = []
         self.rewards: list[float] = []
         self.groups: list[Group] = []
@@ -67,10 +72,11 @@ class Evaluation:
         self._t.out.append(Forget(episode.id))
         self._check(episode.group.run, run)
 
-    def failed(self, episode: Episode) -> None:
+    def failed(self, episode: Episode, failure: FailureClass, why: str) -> None:
         """The episode failed for good."""
         run = self.runs[episode.group.run]
         run.failed += 1
+        run.example, run.users = why, failure is not FailureClass.INFRA
         self._t.tally.count("eval_episodes", "failed")
         self._check(episode.group.run, run)
 

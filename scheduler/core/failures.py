@@ -49,8 +49,9 @@ class Failures:
         self.quarantined: dict[str, str] = {}
         self.strikes: dict[str, int] = {}
         self._reasons: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
 
-    def attempt_failed(self, episode: Episode, failure: FailureClass, reason: str, now: float) -> bool:
+    def attempt_failed(self, episode: Episode, failure: FailureClass, reason: str, now: float, detail: str = "") -> bool:
         """The current attempt is over. True if there will be another; else the episode has failed for good."""
         assert episode.state is LEASED
         t = self._t
@@ -64,7 +65,7 @@ class Failures:
         if used > self._budget[failure]:
             t.episodes.fail(episode, failure)
             t.out.append(Forget(episode.id))
-            self._episode_failed(episode, failure, reason, now)
+            self._episode_failed(episode, failure, reason, now, detail)
             return False
         t.tally.count("retries", failure.value)
         if failure is FailureClass.ENV and used == self._budget[failure] and episode.lease_seq == episode.next_seq > 0:
@@ -118,7 +119,7 @@ class Failures:
         episode.seconds = 0.0
         episode.versions, episode.counts = [], []
 
-    def _episode_failed(self, episode: Episode, failure: FailureClass, reason: str, now: float) -> None:
+    def _episode_failed(self, episode: Episode, failure: FailureClass, reason: str, now: float, detail: str) -> None:
         group = episode.group
         if group.purpose is not Purpose.TRAIN:
             return
@@ -126,7 +127,7 @@ class Failures:
             group.env_failures += 1
         self._groups.member_gone(episode, DropReason.GROUP_FAILED, now)
         if not group.open:
-            self._group_failed(group, failure, reason)
+            self._group_failed(group, failure, reason, detail)
         elif group.complete:
             self.outlived(group)
 
@@ -134,7 +135,7 @@ class Failures:
         """The group came to its end: what its task's groups suffered before was chance, and does not add up over epochs."""
         self.strikes.pop(group.task.id, None)
 
-    def _group_failed(self, group: Group, failure: FailureClass, reason: str) -> None:
+    def _group_failed(self, group: Group, failure: FailureClass, reason: str, detail: str) -> None:
         """Too few members are left: the task is issued again, or set aside."""
         task = group.task
         if not group.env_failures:
@@ -145,23 +146,41 @@ class Failures:
                 self._groups.again.append(task)
                 self._t.room = True
                 return
-        self._quarantine(task, f"{failure.value}: {reason}")
+        self._quarantine(task, failure, reason, detail)
 
-    def _quarantine(self, task: Task, why: str) -> None:
+    def _quarantine(self, task: Task, failure: FailureClass, reason: str, detail: str) -> None:
         t = self._t
         if task.id in self.quarantined:
             return
-        self.quarantined[task.id] = why
+        last = why(failure, reason, detail)
+        self.quarantined[task.id] = last
         t.tally.count("tasks_quarantined", t.env)
-        t.out.append(Warn(f"Task {task.id} failed on every attempt ({why}) and is set aside."))
-        if len(self.quarantined) >= self.task_count:
-            t.out.append(Fatal("scheduler", f"All {self.task_count} tasks failed on every attempt, the last with {why}."))
-        elif len(self.quarantined) > self._max_quarantined:
+        self._warn(task, failure, reason, last)
+        n = len(self.quarantined)
+        users = failure is not FailureClass.INFRA
+        mend = "mend the environment or its data" if users else "look into the logs of the run"
+        if n >= self.task_count:
+            self._end(f"All {self.task_count} tasks failed on every attempt, the last with {last}", users, mend)
+        elif n > self._max_quarantined:
             names = ", ".join(list(self.quarantined)[:3])
-            t.out.append(
-                Fatal(
-                    "scheduler",
-                    f"{len(self.quarantined)} tasks failed on every attempt ({names}, …; the last with {why}): look into the "
-                    "environment's log, or raise scheduler.max_quarantined.",
-                )
-            )
+            more = f"{mend}, or raise scheduler.max_quarantined"
+            self._end(f"{n} tasks failed on every attempt ({names}, …), the last with {last}", users, more)
+
+    def _warn(self, task: Task, failure: FailureClass, reason: str, last: str) -> None:
+        """The first task of a reason in full; then how many they are, at powers of two."""
+        n = len(self.quarantined)
+        kind = (failure.value, self._known(reason))
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._t.out.append(Warn(f"Task {task.id} failed on every attempt and is set aside: {last}."))
+        elif n & (n - 1) == 0:
+            self._t.out.append(Warn(f"{n} tasks are set aside by now, which failed on every attempt; the last: {last}."))
+
+    def _end(self, what: str, users: bool, remedy: str) -> None:
+        self._t.out.append(Fatal("scheduler", what, True, remedy) if users else Fatal("scheduler", f"{what}: {remedy}."))
+
+
+def why(failure: FailureClass, reason: str, detail: str) -> str:
+    """A failure for the user to read, in half a sentence."""
+    short = f"{failure.value}: {reason}"
+    return f"{detail} ({short})" if detail else short

@@ -12,7 +12,7 @@ from scheduler.core.batches import Batches
 from scheduler.core.commands import Command, DropAttempt, Ignore, Refuse, Resend
 from scheduler.core.episodes import Episode
 from scheduler.core.evaluation import Evaluation
-from scheduler.core.failures import Failures
+from scheduler.core.failures import Failures, why
 from scheduler.core.groups import Groups
 from scheduler.core.leases import Leases
 from scheduler.core.parking import Parking
@@ -137,13 +137,14 @@ class Intake:
         episode = self._current(event.episode, event.attempt)
         if episode is not None:
             known = event.failure in CLASSES
-            self.attempt_failed(episode, FailureClass(event.failure) if known else FailureClass.INFRA, event.reason, now)
+            failure = FailureClass(event.failure) if known else FailureClass.INFRA
+            self.attempt_failed(episode, failure, event.reason, now, event.detail)
 
-    def attempt_failed(self, episode: Episode, failure: FailureClass, reason: str, now: float) -> None:
+    def attempt_failed(self, episode: Episode, failure: FailureClass, reason: str, now: float, detail: str = "") -> None:
         """The current attempt is over, for whatever reason."""
-        again = self._failures.attempt_failed(episode, failure, reason, now)
+        again = self._failures.attempt_failed(episode, failure, reason, now, detail)
         if not again and episode.group.purpose is not Purpose.TRAIN:
-            self._evaluation.failed(episode)
+            self._evaluation.failed(episode, failure, why(failure, reason, detail))
 
     def parked(self, event: Parked, now: float) -> None:
         """The node let go of the episode."""

@@ -42,9 +42,9 @@ from segue.report import (
     RunFacts,
     WeightSyncFigures,
     build_summary,
+    print_summary,
     step_line,
     step_text,
-    summary_table,
 )
 from segue.report.read import age_bound
 from segue.rundir import JsonLines, RunDir, read_jsonl, write_json
@@ -56,10 +56,13 @@ R = TypeVar("R", bound=Message)
 CALL_SECONDS = 30.0
 WATCH_SECONDS = 10.0
 """How long the scheduler may hold a question for events before it says that there are none."""
+LAST_EVENTS_SECONDS = 5.0
+"""How long a run that ends early waits for what the scheduler has still to tell."""
 
 
 class Controller:
-    """See the module. `learned` is done when the learner has ended by itself; `console` is what the user sees."""
+    """See the module. `learned` is done when the learner has ended by itself; `console` is what the user sees; in a `serial` run
+    the roles' clocks are logical."""
 
     def __init__(
         self,
@@ -70,7 +73,9 @@ class Controller:
         console: Console,
         *,
         only_eval: bool = False,
+        serial: bool = False,
     ) -> None:
+        self._serial = serial
         self._config = config
         self._run = run
         self._scheduler = scheduler
@@ -87,7 +92,10 @@ class Controller:
         self._status: Mapping[str, Any] = {}
 
     async def run(self) -> None:
-        """The whole course. Raises `RunFailed` where a part of it fails; the roles' own ends are the caller's to watch."""
+        """The whole course. Raises `RunFailed` or `UserError` where a part of it fails.
+
+        The roles' own ends are the caller's to watch.
+        """
         events = asyncio.create_task(self._follow())
         course = asyncio.create_task(self._course())
         try:
@@ -135,6 +143,8 @@ class Controller:
                 f"The evaluation ({name}) was not done within eval.deadline_seconds = {config.deadline_seconds:g}: "
                 "raise it, or lower eval.tasks.",
             ) from None
+        if state.failed:
+            self._say_failed(name, state)
         success = sum(state.success) / len(state.success) if state.success else 0.0
         self._evals[name] = EvalResult(success, state.n, state.failed)
         write_json(self._run.evals, {name: dataclasses.asdict(result) for name, result in self._evals.items()})
@@ -142,6 +152,16 @@ class Controller:
             f"eval{when}: success {success:.3f} "
             f"on {state.n} held-out tasks ({state.failed} failed), {time.monotonic() - began:.1f} s"
         )
+
+    def _say_failed(self, name: str, state: EvalStateReply) -> None:
+        """Raises if no episode finished: there is nothing to measure, and training would fail in the same way."""
+        what = f"episodes of the evaluation ({name}) failed on every attempt, the last with {state.example}"
+        if state.failed < state.n:
+            self._say(f"warning: {state.failed} of {state.n} {what}.")
+        elif state.users:
+            raise UserError(f"All {state.n} {what}: {self._run.env_log()} has the traceback; mend the environment or its data.")
+        else:
+            raise RunFailed("scheduler", f"All {state.n} {what}: look into {self._run.logs}.")
 
     async def _wait_eval(self, name: str) -> EvalStateReply:
         await self._evaluated(name).wait()
@@ -166,9 +186,15 @@ class Controller:
 
     async def _drain_events(self) -> None:
         """What the scheduler has to tell up to now."""
-        with contextlib.suppress(RunFailed):
+        with contextlib.suppress(RunFailed, UserError):
             while await self._take_events(0.0):
                 pass
+
+    async def catch_up(self) -> None:
+        """After a course that was cancelled or failed: steps that were trained meanwhile are noted as all others are."""
+        with contextlib.suppress(RunFailed, UserError, TimeoutError):
+            async with asyncio.timeout(LAST_EVENTS_SECONDS):
+                await self._drain_events()
 
     def _on_event(self, event: RunEvent) -> None:
         if event.what == "step":
@@ -180,7 +206,8 @@ class Controller:
         elif event.what == "warning":
             self._say(f"warning: {event.data['sentence']}")
         elif event.what == "fatal":
-            raise RunFailed(event.data.get("part", "scheduler"), event.data["sentence"])
+            sentence = event.data["sentence"]
+            raise UserError(sentence) if event.data.get("users") else RunFailed(event.data.get("part", "scheduler"), sentence)
 
     def _line(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """The line of a step, from what the learner reported and what the scheduler counted at that acknowledgement."""
@@ -219,15 +246,14 @@ class Controller:
 
     def finish(self, facts: Mapping[str, Facts], silent: Sequence[str] = ()) -> dict[str, Any]:
         """Write summary.json and print the table. `facts` come from every role process but those in `silent`."""
-        import rich.console
-
         self._lines.close()
         status = self._status
         summary = build_summary(
             RunFacts(
                 mode=self._config.mode,
                 bound=age_bound(self._run, self._config),
-                wall_seconds=time.monotonic() - self._began,
+                attempts=max(1, self._run.attempts()),
+                wall_seconds=self._earlier_seconds + time.monotonic() - self._began,
                 lines=read_jsonl(self._run.metrics),
                 episodes=_episodes(status["episodes"]),
                 weight_sync=WeightSyncFigures.from_status(status["updates"]),
@@ -238,7 +264,7 @@ class Controller:
             )
         )
         write_json(self._run.summary, summary)
-        rich.console.Console(file=cast(IO[str], self._console)).print(summary_table(summary, f"Run {self._run.path}"))
+        print_summary(summary, f"Run {self._run.path}", cast(IO[str], self._console))
         self._say(f"Everything is in {self._run.path}: summary.json, metrics.jsonl, logs/, trajectories/, checkpoints/.")
         return summary
 
@@ -247,6 +273,11 @@ class Controller:
         notes = [f"{name} gave no figures at the end: sums over its role lack its part." for name in silent]
         if self._run.attempts() > 1:
             notes.append("The run was resumed: tokens.generated, prefill, roles and weight_sync are the last attempt's alone.")
+        if self._serial:
+            notes.append(
+                "Serial mode: the seconds of roles and weight_sync, and wait_seconds, are those of the logical clock "
+                "([serial] sets what work costs); the seconds of the run and of its steps are real."
+            )
         if self._config.staleness.over_age == "train":
             notes.append("staleness.over_age = 'train': tokens above staleness.max_age were trained.")
         return notes

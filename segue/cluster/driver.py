@@ -219,14 +219,20 @@ class Driver:
             await self._until_end(course, silence, interrupt)
             if interrupt.done() and not course.done():
                 self._report.stopping()
-                await self._interrupt(course, learned)
+                try:
+                    await self._interrupt(course, learned)
+                finally:
+                    await controller.catch_up()
                 return 130
             facts = await self._facts()
             controller.finish(facts, silent=[name for name in self._actors if name not in facts])
             await controller.stop("the run is done")
             return 0
-        except RunFailed as failure:
-            await controller.stop(failure.sentence)
+        except (RunFailed, UserError) as failure:
+            if "scheduler-0" not in self._silent:
+                await _end(course)
+                await controller.catch_up()
+            await controller.stop(str(failure))
             raise
         finally:
             for task in (course, silence, beating, interrupt, *self._restarts):
@@ -306,7 +312,7 @@ class Driver:
 
     async def _interrupt(self, course: asyncio.Task[Any], learned: asyncio.Future[Any]) -> None:
         """Ctrl-C: the learner ends its step and writes a checkpoint. Raises what it could not do."""
-        course.cancel()
+        await _end(course)
         await self._each((a for a in self._actors.values() if a.spec.role == "learner"), lambda actor: actor.remote("stop"))
         errors = [end for end in await learned if isinstance(end, BaseException)]
         if errors:
@@ -330,6 +336,12 @@ class Driver:
                 task.cancel()
         for end in self._ends:
             end.cancel()
+
+
+async def _end(course: asyncio.Task[Any]) -> None:
+    """Cancel the course and wait until it is over; its own failure, if it has one, is known already."""
+    course.cancel()
+    await asyncio.wait([course])
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -24,26 +25,37 @@ def evaluate(target: Path, overrides: list[str], step: int | None, as_json: bool
     else:
         if step is not None:
             raise UserError(f"--step {step} needs a run directory, and {target} is none: leave it out or name a run.")
+        if not target.exists():
+            raise UserError(
+                f"{target} is neither a run directory nor a config file: name one that exists, for instance under runs/."
+            )
         config = with_devices(load_config(target, overrides))
         check(config)
         model = find_model(config)
         name = target.stem
     if config.eval.tasks == 0:
         raise UserError(f"{target} sets eval.tasks = 0, so there is nothing to evaluate: add --set eval.tasks=256.")
-    run = RunDir.create_default(Path(f"eval-{name}"), to_toml(config), datetime.now())
+    remedy = "call segue eval in a folder that you can write to"
+    run = RunDir.create_default(Path(f"eval-{name}"), to_toml(config), datetime.now(), remedy=remedy)
     attempt = run.begin_attempt(datetime.now())
     code = watch(Prepared(config, run, model, "", attempt, only_eval=True), serial=False, quiet=as_json)
+    if code > 128:
+        print("Stopped: the evaluation has no result.", file=sys.stderr if as_json else sys.stdout)
     if code == 0 and as_json:
         print(json.dumps(_result(run, config, model), indent=2))
     return code
 
 
 def _checkpoint(run: RunDir, step: int | None) -> Path:
-    if step is None:
-        return run.latest_checkpoint().path
     found = {folder.step: folder.path for folder in run.complete_checkpoints()}
+    if not found:
+        raise UserError(
+            f"{run.path} has no complete checkpoint to evaluate: name another run, or {run.config} for the model it starts from."
+        )
+    if step is None:
+        return found[max(found)]
     if step not in found:
-        there = ", ".join(str(number) for number in found) or "none"
+        there = ", ".join(str(number) for number in found)
         raise UserError(f"{run.path} has no complete checkpoint of step {step} (there is {there}): name one of these.")
     return found[step]
 

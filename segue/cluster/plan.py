@@ -8,12 +8,10 @@ from segue import __version__
 from segue.config import Config
 
 
-def plan_lines(config: Config, source: str, run: Path, model: str) -> list[str]:
-    """What will run where, one line per subject."""
-    rollout, learner, pool = config.rollout, config.learner, config.envpool
+def plan_lines(config: Config, source: str, run: Path, model: str, serial: bool = False) -> list[str]:
+    """What will run where, one line per subject; `serial`: all in one process, whose clock is logical."""
     episodes = f"{config.batch.groups} groups × {config.group.size} episodes"
     evaluation = [name for name, on in (("before", config.eval.before), ("after", config.eval.after)) if on and config.eval.tasks]
-    low, high = config.cluster.ports
     return [
         f"Segue {__version__}: {source} → {run}",
         f"  loop      {config.mode}, {config.steps} steps of {episodes}, η = {config.staleness.max_age} "
@@ -21,14 +19,36 @@ def plan_lines(config: Config, source: str, run: Path, model: str) -> list[str]:
         f"  model     {model}",
         f"  tasks     {config.task.env}, {config.task.train_tasks} for training"
         + (f", {config.eval.tasks} held out, evaluated {' and '.join(evaluation)} training" if evaluation else ""),
+        *(_serial_lines(config) if serial else _process_lines(config)),
+    ]
+
+
+def _process_lines(config: Config) -> list[str]:
+    rollout, learner, pool = config.rollout, config.learner, config.envpool
+    low, high = config.cluster.ports
+    return [
         "  scheduler 1 process",
         f"  envpool   {pool.pools} × {pool.workers} worker processes, up to {pool.instances} environments each",
         f"  rollout   {rollout.nodes} × {rollout.engine} engine, {rollout.slots} slots, {rollout.max_episodes} episodes, "
         f"{rollout.threads} thread(s), {_device(rollout.gpus)}",
-        f"  learner   {learner.ranks} rank(s), {learner.threads} thread(s), {_device(learner.gpus)}; "
-        f"{learner.advantage}, {learner.correction}, lr {learner.lr:g}",
+        f"  learner   {learner.ranks} rank(s), {learner.threads} thread(s), {_device(learner.gpus)}; {_learning(config)}",
         f"  weights   {config.weightsync.backend} broadcast; ports {low}-{high} on {config.cluster.interface}",
     ]
+
+
+def _serial_lines(config: Config) -> list[str]:
+    rollout, cost = config.rollout, config.serial
+    return [
+        "  serial    one process, one loop, logical clock: "
+        f"a learner step takes {cost.learner_step_seconds:g} s, decoding {cost.decode_seconds:g} s a token",
+        f"  rollout   {rollout.nodes} × {rollout.engine} engine, {rollout.slots} slots, {rollout.max_episodes} episodes",
+        f"  learner   {_learning(config)}",
+    ]
+
+
+def _learning(config: Config) -> str:
+    learner = config.learner
+    return f"{learner.advantage}, {learner.correction}, lr {learner.lr:g}"
 
 
 def _device(gpus: float) -> str:

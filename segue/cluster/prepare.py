@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import tomllib
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +15,7 @@ from segue.cluster.devices import with_devices
 from segue.cluster.plan import plan_lines
 from segue.cluster.ports import check_ports
 from segue.cluster.processes import die_with_parent
+from segue.cluster.stopped import go_on_command
 from segue.config import Config, load_config, to_toml
 from segue.config.learner import WarmstartConfig
 from segue.errors import UserError
@@ -24,7 +24,10 @@ from segue.rundir import CheckpointFolder, RunDir
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start. `resume` is the checkpoint folder to go on from, or ""."""
+    """A run that is ready to start.
+
+    `resume` is the checkpoint folder to go on from, or ""; `go_on` the command that resumes this run if it is stopped.
+    """
 
     config: Config
     run: RunDir
@@ -32,6 +35,7 @@ class Prepared:
     resume: str
     attempt: int
     only_eval: bool = False
+    go_on: str = ""
 
 
 def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool, serial: bool = False) -> Prepared:
@@ -43,26 +47,30 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
     else:
         check_ports(config)
     now = datetime.now()
-    checkpoint = None
+    checkpoint, again = None, False
     if resume:
         assert run_path is not None
         run, checkpoint = _resume(run_path, config)
     elif run_path is not None:
+        again = RunDir(run_path).begun_in_vain()
         run = RunDir.create(run_path, to_toml(config))
     else:
         run = RunDir.create_default(config_path, to_toml(config), now)
     attempt = run.begin_attempt(now, checkpoint.step if checkpoint else None)
-    for line in plan_lines(config, str(config_path), run.path, _model_text(config)):
+    for line in plan_lines(config, str(config_path), run.path, _model_text(config), serial):
         print(line, flush=True)
+    if again:
+        print("  again     an earlier attempt in that directory trained no step: it is replaced, its logs too", flush=True)
     if checkpoint is not None:
         print(f"  resume    from {checkpoint.path} (step {checkpoint.step})", flush=True)
     try:
         model = find_model(config)
     except BaseException:
         if not resume:  # nothing is begun, and the name is free for another try
-            shutil.rmtree(run.path)
+            run.discard()
         raise
-    return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt)
+    go_on = go_on_command(config_path, run.path, overrides, serial)
+    return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt, go_on=go_on)
 
 
 def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:

@@ -20,7 +20,7 @@ from segue.cluster.peers import LocalPeer
 from segue.cluster.roles import Facts, RoleSpec
 from segue.cluster.wiring import Host, Place, build_host
 from segue.config import to_toml
-from segue.errors import RunFailed
+from segue.errors import RunFailed, UserError
 
 STOP_ORDER = (("learner", "rollout"), ("envpool",), ("scheduler",))
 
@@ -68,7 +68,8 @@ class Serial:
         runs = {name: asyncio.create_task(host.role.run(), name=name) for name, host in self._hosts.items()}
         scheduler = LocalPeer("scheduler-0", self._hosts["scheduler-0"].role)
         learned = asyncio.shield(runs["learner-0"])
-        controller = Controller(self._config, self._run, scheduler, learned, self._job.console, only_eval=self._job.only_eval)
+        job, config = self._job, self._config
+        controller = Controller(config, self._run, scheduler, learned, job.console, only_eval=job.only_eval, serial=True)
         course = asyncio.create_task(controller.run())
         interrupt = asyncio.create_task(self._interrupted.wait())
         waiting: set[asyncio.Task[Any]] = {course, interrupt, *runs.values()}
@@ -78,14 +79,20 @@ class Serial:
                 for task in done - {course}:
                     task.result()
             if not course.done():
-                await self._interrupt(course, learned)
+                try:
+                    await self._interrupt(course, learned)
+                finally:
+                    await controller.catch_up()
                 return 130
             await course
             controller.finish(self._facts())
             await controller.stop("the run is done")
             return 0
-        except RunFailed as failure:
-            await controller.stop(failure.sentence)
+        except (RunFailed, UserError) as failure:
+            course.cancel()
+            await asyncio.wait([course])
+            await controller.catch_up()
+            await controller.stop(str(failure))
             raise
         finally:
             for task in (course, interrupt, *runs.values()):
@@ -94,6 +101,7 @@ class Serial:
     async def _interrupt(self, course: asyncio.Task[None], learned: Awaitable[None]) -> None:
         """Ctrl-C: the learner ends its step and writes a checkpoint."""
         course.cancel()
+        await asyncio.wait([course])
         await self._hosts["learner-0"].role.stop()
         await learned
 

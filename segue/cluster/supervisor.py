@@ -22,6 +22,7 @@ from typing import Any
 from segue.cluster.child import REPORT_FD, SCRATCH, SUPERVISOR, command_line
 from segue.cluster.prepare import Prepared, prepare
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family
+from segue.cluster.stopped import tell_stopped
 from segue.console import surviving_stdout
 from segue.errors import RunFailed, UserError
 from segue.rundir import RunDir
@@ -40,7 +41,11 @@ def supervise(config_path: Path, overrides: list[str], run: Path | None, resume:
     """
     with surviving_stdout():
         prepared = prepare(config_path, overrides, run, resume, serial)
-    return watch(prepared, serial)
+    code = watch(prepared, serial)
+    if code > 128:
+        with surviving_stdout():
+            tell_stopped(prepared.run, prepared.config, prepared.go_on)
+    return code
 
 
 def watch(prepared: Prepared, serial: bool, quiet: bool = False) -> int:

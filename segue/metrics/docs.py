@@ -29,8 +29,11 @@ def document() -> str:
     parts = [_INTRO, "## Catalogue\n"]
     parts.append(table(("Metric", "Type", "Labels", "Unit", "Exported by", "Meaning"), [_row(m) for m in CATALOGUE.values()]))
     parts.append("## States\n")
+    meanings = [(role, f"`{state}`", text) for role, states in words.STATE_MEANINGS.items() for state, text in states.items()]
+    parts.append(table(("Role", "State", "The process …"), meanings))
     parts.append(
-        table(("Role", "States"), [(role, ", ".join(f"`{s}`" for s in states)) for role, states in words.STATES.items()])
+        f"Every role has `{words.OTHER}` besides, for what is none of these. An env pool's seconds are summed over its "
+        "slots (workers × instances), those of the other roles over their processes.\n"
     )
     order = ", ".join(f"`{state}`" for state in words.ROLLOUT_PRECEDENCE)
     parts.append(f"A rollout node runs many episodes at once; its state is the first of {order} that any of them is in.\n")

@@ -20,6 +20,40 @@ STATES: dict[str, tuple[str, ...]] = {
     "weightsync": ("stage", "transfer", "load", "wait_version", OTHER),
 }
 
+STATE_MEANINGS: dict[str, dict[str, str]] = {
+    "scheduler": {
+        "dispatch": "handles messages and timers",
+        "wait_capacity": "nothing to do: groups may not begin yet (ages, queue, episodes at once), or all nodes are at work",
+        "wait_prompts": "nothing to do: groups could begin, but the task stream has no task ready",
+    },
+    "rollout": {
+        "wait_weights": "paused for an update, or before the first weights",
+        "generate": "the engine prefills or decodes",
+        "wait_env": "every episode waits for its environment",
+        "wait_admission": "no episode to work on",
+    },
+    "envpool": {
+        "step": "runs an environment's step",
+        "reset": "makes an environment and resets or restores it",
+        "respawn": "the slot's worker process starts, at the beginning of a run too",
+        "wait_action": "waits for an action, or holds no environment",
+    },
+    "learner": {
+        "wait_batch": "waits for a batch",
+        "compute": "forward and backward passes",
+        "optimizer": "clips gradients and steps the optimizer",
+        "wait_publish": "copies weights aside for the broadcast",
+        "checkpoint": "writes a checkpoint",
+    },
+    "weightsync": {
+        "stage": "receives weights while the engine generates",
+        "transfer": "sends weights",
+        "load": "puts them into the paused engine",
+        "wait_version": "no transfer runs",
+    },
+}
+"""What each named state means; `OTHER` is what is none of them."""
+
 ROLLOUT_PRECEDENCE = ("wait_weights", "generate", "wait_env", "wait_admission")
 """A rollout node runs many episodes at once: its state is the first of these that any of them is in."""
 

@@ -58,12 +58,16 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
-    """This attempt failed (`failure`: infra, env or data). The scheduler decides whether there is another attempt."""
+    """This attempt failed (`failure`: infra, env or data). The scheduler decides whether there is another attempt.
+
+    `reason` is of a closed set; `detail` says it to the user, in half a sentence.
+    """
 
     episode: int
     attempt: int
     failure: str
     reason: str
+    detail: str = ""
 
 
 class Parked(msgspec.Struct, frozen=True, tag=True):
@@ -403,7 +407,10 @@ class EvalState(Message, frozen=True):
 
 
 class EvalStateReply(Message, frozen=True):
-    """Counts of one evaluation; `done` once finished + failed = n."""
+    """Counts of one evaluation; `done` once finished + failed = n.
+
+    `example` says why the last one failed, `users` whether by its environment or its task's data: the user's to mend.
+    """
 
     n: int
     finished: int
@@ -411,6 +418,8 @@ class EvalStateReply(Message, frozen=True):
     success: list[float]
     rewards: list[float]
     done: bool
+    example: str = ""
+    users: bool = False
 
 
 class WatchEvents(Message, frozen=True):

@@ -4,7 +4,7 @@ from segue.report.console import step_text
 from segue.report.facts import EpisodeCounts, EvalResult, RunFacts, WeightSyncFigures
 from segue.report.steps import step_line
 from segue.report.summary import build_summary
-from segue.report.table import summary_table
+from segue.report.table import print_summary, summary_table
 
 __all__ = [
     "EpisodeCounts",
@@ -12,6 +12,7 @@ __all__ = [
     "RunFacts",
     "WeightSyncFigures",
     "build_summary",
+    "print_summary",
     "step_line",
     "step_text",
     "summary_table",

@@ -61,7 +61,8 @@ class RunFacts:
     """Everything `segue.report.build_summary` reads.
 
     mode, bound     `config.mode` and `segue.report.read.age_bound`
-    wall_seconds    of this attempt, from the start of the roles to the end of the last evaluation
+    attempts        how often the run was started
+    wall_seconds    from the start of the roles to the end of the last evaluation; of earlier attempts, what was gone on from
     lines           the lines of metrics.jsonl (`segue.report.step_line`), earlier attempts' included
     episodes        from the scheduler's status
     weight_sync     from the scheduler's status
@@ -81,6 +82,7 @@ class RunFacts:
     states: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     evals: Mapping[str, EvalResult] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    attempts: int = 1
 
 
 def role_of(target: str) -> str:

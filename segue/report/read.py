@@ -23,9 +23,10 @@ def read_report(path: Path) -> tuple[dict[str, Any], str]:
     lines = read_jsonl(run.metrics)
     config = load_config(run.config)
     known = partial_summary(config.mode, age_bound(run, config), lines)
+    on = "a stopped run goes on with --resume" if run.complete_checkpoints() else "it has no checkpoint to go on from yet"
     sentence = (
         f"The run in {path} is not complete: {known['steps']} of {config.steps} steps are trained, "
-        "and the figures are those of the steps alone (a stopped run goes on with --resume)."
+        f"and the figures are those of the steps alone ({on})."
     )
     return known, sentence
 

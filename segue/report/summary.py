@@ -23,6 +23,7 @@ def build_summary(facts: RunFacts) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "mode": facts.mode,
         "steps": len({line["step"] for line in lines}),
+        "attempts": facts.attempts,
         "wall_seconds": round(facts.wall_seconds, 3),
         "tokens": tokens(facts.metrics, lines),
         "staleness": staleness(lines, facts.bound),

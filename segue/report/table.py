@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
+from rich.console import Console
 from rich.table import Table
 
 _UNKNOWN = "–"
@@ -20,13 +21,32 @@ def summary_table(summary: Mapping[str, Any], title: str) -> Table:
     return table
 
 
+def print_summary(summary: Mapping[str, Any], title: str, file: IO[str]) -> None:
+    """The table on a terminal; elsewhere one line per row, however long, so that no figure is torn apart."""
+    if file.isatty():
+        Console(file=file).print(summary_table(summary, title))
+        return
+    found = list(rows(summary))
+    width = max(len(subject) for subject, _ in found)
+    print(title, *(f"{subject:<{width}} {text}" for subject, text in found), sep="\n", file=file, flush=True)
+
+
 def rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(subject, figures) of everything the summary holds."""
-    yield "run", f"{summary['mode']}, {_n(summary['steps'])} steps in {_n(summary['wall_seconds'], '.1f')} s"
+    """(subject, figures) of everything the summary holds; of an evaluation alone (`segue eval`), what it found."""
+    if (found := (summary.get("eval") or {}).get("eval")) is not None:
+        yield "success", f"{found['success']:.3f}"
+        yield "tasks", f"{_n(found['n'])} held out, {_n(found['failed'])} failed"
+        for note in summary.get("notes") or []:
+            yield "note", note
+        return
+    attempts = summary.get("attempts", 1)
+    ended = f", {attempts} attempts together" if attempts > 1 else ""
+    yield "run", f"{summary['mode']}, {_n(summary['steps'])} steps in {_n(summary['wall_seconds'], '.1f')} s{ended}"
     if evals := summary.get("eval"):
         yield "success", _success(evals)
     t = summary["tokens"]
-    yield "tokens", f"{_n(t['generated'])} generated, {_n(t['trained'])} trained, {_n(t['masked_age'])} masked for their age"
+    generated = f"{_n(t['generated'])} generated" + (" in the last attempt" if attempts > 1 else "")
+    yield "tokens", f"{generated}, {_n(t['trained'])} trained, {_n(t['masked_age'])} masked for their age"
     s = summary["staleness"]
     yield (
         "age",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,18 +19,20 @@ from segue.console import Console
 from segue.errors import RunFailed
 from segue.ports.rpc import Done, Service
 from segue.ports.scheduler import OPEN_TRAINING, WATCH_EVENTS, EventsReply, OpenTraining, RunEvent, WatchEvents
-from segue.rundir import RunDir
+from segue.rundir import RunDir, read_jsonl
 
 
 class Scheduler(Service):
-    """Opens training, and then has one event to tell."""
+    """Opens training, and then tells its events."""
 
     name = "scheduler-0"
 
-    def __init__(self, event: RunEvent) -> None:
+    def __init__(self, *events: RunEvent) -> None:
         super().__init__()
-        self._event = event
+        self.events = list(events)
         self._opened = asyncio.Event()
+        self._more = asyncio.Event()
+        self.all_told = asyncio.Event()
         self.add(OPEN_TRAINING, self._open)
         self.add(WATCH_EVENTS, self._watch)
 
@@ -39,7 +42,13 @@ class Scheduler(Service):
 
     async def _watch(self, request: WatchEvents) -> EventsReply:
         await self._opened.wait()
-        return EventsReply([self._event])
+        if request.wait and not self._after(request):
+            self.all_told.set()
+            await self._more.wait()
+        return EventsReply(self._after(request))
+
+    def _after(self, request: WatchEvents) -> list[RunEvent]:
+        return [event for event in self.events if event.number > request.after]
 
     async def call(self, method: str, body: bytes, timeout: float) -> bytes:
         return await self.handle(method, body)
@@ -93,3 +102,46 @@ async def test_an_interrupt_whose_checkpoint_fails_says_so(
     futures[0] = loop.create_future()
     futures[0].set_result(None)
     await driver._interrupt(course, asyncio.gather(futures[0], return_exceptions=True))
+
+
+async def test_a_serial_run_says_which_seconds_are_logical(config: Config, run: RunDir) -> None:
+    learned = asyncio.get_running_loop().create_future()
+    notes = [Controller(config, run, Scheduler(), learned, Console(), serial=serial)._notes([]) for serial in (True, False)]
+    assert ["logical clock" in " ".join(found) for found in notes] == [True, False]
+
+
+def step_event(number: int, step: int) -> RunEvent:
+    counts = {"newest_version": step, "queue": {"ready": 0}, "episodes": {"states": {"leased": 0}}}
+    return RunEvent(number, "step", {"step": step, "stats": {}, "ages": [1], "scheduler": counts})
+
+
+@pytest.mark.parametrize("end", [None, RunFailed("learner", "The checkpoint could not be written.")])
+async def test_the_step_that_an_interrupt_lets_end_is_noted(
+    config: Config, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: RunFailed | None
+) -> None:
+    """It is in the checkpoint: a run that goes on from there would never report it again."""
+    scheduler = Scheduler(step_event(1, 0))
+    driver = Driver(Job(run, config, "x", 1, "", False, Report(), Console(), tmp_path))
+    learner = asyncio.get_running_loop().create_future()
+
+    async def learns() -> None:
+        await learner
+
+    async def stop(*_: Any) -> None:
+        if not learner.done():
+            scheduler.events.append(step_event(2, 1))
+            learner.set_result(None) if end is None else learner.set_exception(end)
+
+    monkeypatch.setattr(driver, "_each", stop)
+    monkeypatch.setattr(driver, "_watch_silence", asyncio.Event().wait)
+    driver._actors = {"scheduler-0": SimpleNamespace(peer=scheduler)}  # type: ignore[dict-item]
+    driver._ends = {asyncio.create_task(learns()): SimpleNamespace(spec=SimpleNamespace(role="learner"))}  # type: ignore[dict-item]
+    course = asyncio.create_task(driver._course())
+    await scheduler.all_told.wait()
+    driver._interrupted.set()
+    if end is None:
+        assert await course == 130
+    else:
+        with pytest.raises(RunFailed, match="could not be written"):
+            await course
+    assert [line["step"] for line in read_jsonl(run.metrics)] == [0, 1]

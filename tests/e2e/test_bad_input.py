@@ -103,6 +103,9 @@ def test_a_tokenizer_without_chat_template(smoke: Path, model: Path, tmp_path: P
     command = segue("train", config_of(bare, smoke, tmp_path / "my.toml"), "--run", tmp_path / "run")
     assert command.wait() == 2, command.tails()
     assert "chat template" in command.sentence()
+    again = segue("train", smoke, "--run", tmp_path / "run", "--serial", "--set", "steps=1", "--set", "eval.tasks=0")
+    assert again.wait() == 0, again.tails()
+    assert any(line.startswith("  again     an earlier attempt in that directory trained no step") for line in again.out)
 
 
 def test_a_used_run_directory(smoke: Path, tmp_path: Path) -> None:
@@ -111,9 +114,7 @@ def test_a_used_run_directory(smoke: Path, tmp_path: Path) -> None:
     (run / "thesis.txt").touch()
     command = segue("train", smoke, "--run", run)
     assert command.wait() == 2
-    assert command.sentence() == (
-        f"The run directory {run} is already used: add --resume to go on with that run, or give this one another name with --run."
-    )
+    assert command.sentence() == f"{run} is not empty and no run directory: name a new or an empty folder with --run."
     command = segue("train", smoke, "--run", run, "--resume")
     assert command.wait() == 2 and "is no run directory" in command.sentence()
     command = segue("train", smoke, "--resume")

@@ -44,7 +44,7 @@ def test_eval_of_what_cannot_be_evaluated(smoke: Path, finished: Path, tmp_path:
         ((finished, "--step", "99"), "has no complete checkpoint of step 99 (there is 1, 2, "),
         ((smoke, "--step", "1"), f"--step 1 needs a run directory, and {smoke} is none"),
         ((smoke, "--set", "eval.tasks=0"), "sets eval.tasks = 0, so there is nothing to evaluate"),
-        ((tmp_path / "none",), "none"),
+        ((tmp_path / "none",), f"{tmp_path / 'none'} is neither a run directory nor a config file: name one that exists"),
         ((tmp_path,), f"{tmp_path} is no run directory"),
     ):
         command = segue("eval", *arguments, cwd=tmp_path)

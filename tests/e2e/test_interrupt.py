@@ -39,7 +39,12 @@ def test_ctrl_c_stops_in_order_and_keeps_a_checkpoint(interrupted: Command) -> N
     assert not list((run / "metrics" / "targets").iterdir()), "a clean stop withdraws all targets"
     steps = [line["step"] for line in lines_of(run)]
     saved = RunDir.open(run).latest_checkpoint().step
-    assert steps == list(range(len(steps))) and saved >= len(steps) >= 3
+    assert steps == list(range(saved)) and saved >= 3, "every step of the checkpoint has its line"
+    assert interrupted.trained() == saved, "and was shown"
+    told, go_on = interrupted.out[-2:]
+    assert told == f"Stopped at step {saved} of 100000; the newest checkpoint is {run}/checkpoints/step_{saved}. Go on with:"
+    assert go_on.startswith(f"  segue train {interrupted.arguments[1]} --run {run} --resume --set steps=100000 --set ")
+    assert any(line.startswith("tokens ") for line in interrupted.out), "the figures so far"
 
 
 def test_a_stopped_run_can_be_reported(interrupted: Command) -> None:
@@ -64,7 +69,7 @@ def test_the_stopped_run_goes_on(interrupted: Command, smoke: Path) -> None:
     assert int(command.line(r"^step +(\d+)/")[1]) == saved + 1
     assert_whole(run, saved + 3)
     after = lines_of(run)
-    assert after[: len(before)] == before[:saved]
+    assert after[:saved] == before
     assert all(line["version"] > before[-1]["version"] for line in after[saved:])
     assert after[saved]["elapsed_seconds"] > before[-1]["elapsed_seconds"]
     assert summary_of(run)["eval"]["before"] == first_eval
@@ -118,6 +123,9 @@ def test_ctrl_c_while_the_roles_start(smoke: Path, tmp_path: Path) -> None:
         command.signal(signal.SIGINT)
         assert command.wait(END_SECONDS) == 130, command.tails()
         assert command.err == []
+        assert command.out[-1] == (
+            f"Stopped before a step was trained: there is no checkpoint, and {tmp_path}/run may be used again."
+        )
         command.assert_nothing_left()
 
 
@@ -141,4 +149,5 @@ def test_ctrl_c_in_serial_mode(smoke: Path, tmp_path: Path) -> None:
         assert command.wait(END_SECONDS) == 130, command.tails()
         assert command.err == []
         command.assert_nothing_left()
-    assert RunDir.open(run).latest_checkpoint().step >= 2
+    saved = RunDir.open(run).latest_checkpoint().step
+    assert saved >= 2 and len(lines_of(run)) == command.trained() == saved

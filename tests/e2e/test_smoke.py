@@ -94,7 +94,7 @@ def test_the_figures_of_the_summary_agree_with_each_other(made: Smoke) -> None:
     assert_whole(made.run, made.config.steps)
     config, summary = made.config, summary_of(made.run)
     assert set(summary) >= {
-        *("mode", "steps", "wall_seconds", "tokens", "staleness", "episodes", "prefill"),
+        *("mode", "steps", "attempts", "wall_seconds", "tokens", "staleness", "episodes", "prefill"),
         *("roles", "weight_sync", "logprob_gap", "eval"),
     }
     assert summary["mode"] == config.mode and summary["staleness"]["bound"] == config.staleness.max_age

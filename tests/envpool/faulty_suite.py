@@ -114,6 +114,11 @@ class Faulty:
             return StepResult(_observation("\ud800"), 0.0, False, False)
         if action == "nan":
             return StepResult(_observation("x"), float("nan"), False, False)
+        if action in ("scalars", "arrays"):
+            import numpy as np
+
+            share = np.float32(0.5) if action == "scalars" else np.zeros(2)
+            return StepResult(_observation("x"), share, np.bool_(False), False, {"success": np.float64(1)})  # type: ignore[arg-type]
         if action == "both":
             return StepResult(_observation("x"), 0.0, True, True)
         if action == "nested":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import chat_tokenizers as made
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.chat import ChatRenderer
-from rollout.fit import fit_delta
+from rollout.fit import CHARACTERS_PER_TOKEN, fit_delta, fit_observation
 from segue.ports.envpool import ChatMessage
 
 TOKENIZER = made.chatml()
@@ -51,3 +53,27 @@ def test_a_cut_cannot_forge_a_turn_either(kind: str) -> None:
     renderer = ChatRenderer(made.chatml(kind))
     cut = fit_delta(renderer, [ChatMessage("tool", "<|im_end|>" * 200)], 150)
     assert cut is not None and cut.count(renderer.close_tokens[-1]) == 1
+
+
+class Watched(ChatRenderer):
+    """Notes how long the texts are that it is asked to render."""
+
+    longest = 0
+
+    def delta(self, messages: Sequence[ChatMessage]) -> list[int]:
+        self.longest = max(self.longest, sum(len(message.content) for message in messages))
+        return super().delta(messages)
+
+
+@pytest.mark.parametrize("messages", [1, 3])
+def test_what_is_far_too_long_is_never_tokenized_whole(messages: int) -> None:
+    """Millions of tokens would hold up the node's loop until its leases are gone."""
+    renderer = Watched(TOKENIZER)
+    huge = [ChatMessage("tool", TEXT * 1000)] * messages
+    ids = fit_observation(renderer, huge, room=200, most=0, action=12)
+    assert renderer.longest <= messages * CHARACTERS_PER_TOKEN * 200 + 100
+    if messages == 1:
+        assert 150 < len(ids) <= 200 - 12
+        assert f"of {len(TEXT) * 1000} characters shown]" in TOKENIZER.decode(ids)
+    else:
+        assert len(ids) == 200, "one cut is not enough: the episode is out of tokens"

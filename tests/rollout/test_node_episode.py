@@ -187,6 +187,15 @@ def test_a_prompt_that_leaves_no_room_is_a_data_failure() -> None:
     assert record.deltas == []
 
 
+def test_a_prompt_far_too_long_is_not_even_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold up the node's loop for longer than its leases last."""
+    world = World(config(rollout={"max_tokens": 16, "max_turn_tokens": 8}))
+    monkeypatch.setattr("rollout.fit.CHARACTERS_PER_TOKEN", 1)
+    monkeypatch.setattr("rollout.chat.ChatRenderer.prompt_log", lambda *_: pytest.fail("it was tokenized"))
+    record, _ = one(talk(), world)
+    assert [(f.failure, f.reason) for f in record.fails] == [("data", "unusable")]
+
+
 @pytest.mark.parametrize("step", [-1, 0, 1])
 def test_environment_failures_keep_their_class_and_touch_nobody_else(step: int) -> None:
     """F64, F68: a failure is a typed result; no error text becomes an observation."""
@@ -198,7 +207,7 @@ def test_environment_failures_keep_their_class_and_touch_nobody_else(step: int) 
             for episode in range(3):
                 await w.lease(episode)
             record = await w.scheduler.until(0, lambda r: not r.leased)
-            assert record.fails == [Fail(0, 1, "env", "crashed")]
+            assert record.fails == [Fail(0, 1, "env", "crashed", "boom")], "what it raised is told too"
             assert all("boom" not in b.action for b in record.bodies())
             for episode in (1, 2):
                 assert (await w.scheduler.finished(episode)).finish is not None
@@ -222,7 +231,7 @@ def test_an_unforeseen_error_fails_its_episode_only(monkeypatch: pytest.MonkeyPa
             loop = w.node.shell._loops[0]
             monkeypatch.setattr(loop, "_fit", lambda observation: 1 // 0)
             record = await w.scheduler.until(0, lambda r: not r.leased)
-            assert record.fails == [Fail(0, 1, "infra", "internal_error")]
+            assert record.fails == [Fail(0, 1, "infra", "internal_error", "integer division or modulo by zero")]
             await w.scheduler.finished(1)
             assert not w.node.shell.failed.done()
 
@@ -247,7 +256,7 @@ def test_a_broken_assertion_ends_the_node_and_is_not_tried_again(monkeypatch: py
             with pytest.raises(AssertionError, match=f"^{named}$"):
                 await w.node.shell.run()
             record = await w.scheduler.until(0, lambda r: not r.leased)
-            assert record.fails == [Fail(0, 1, "infra", "internal_error")]
+            assert record.fails == [Fail(0, 1, "infra", "internal_error", says)]
             assert w.scheduler.episodes[1].fails == [Fail(1, 1, "infra", "node_failed")], "the rest is told of too"
 
     run(main())

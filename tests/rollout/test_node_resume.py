@@ -157,7 +157,10 @@ def test_tokens_of_newer_weights_are_not_continued_under_older_ones() -> None:
             record.deltas, record.finish = record.deltas[:3], None
             await w.lease(0, old)
             await w.scheduler.until(0, lambda r: not r.leased)
-            assert record.fails == [Fail(0, 2, "infra", "bad_log")] and old.engine.requests == []
+            assert (
+                record.fails == [Fail(0, 2, "infra", "bad_log", "tokens of version 3 came to a node that runs 2")]
+                and old.engine.requests == []
+            )
 
     run(main())
 
@@ -169,7 +172,9 @@ def test_a_damaged_snapshot_fails_the_attempt() -> None:
             w.scheduler.episodes[0].deltas = [b"not a delta"]
             await w.scheduler.push(w.node.name, msgspec.structs.replace(lease, snapshot=w.scheduler.episodes[0].snapshot()))
             record = await w.scheduler.until(0, lambda r: not r.leased)
-            assert record.fails == [Fail(0, 1, "infra", "bad_log")]
+            assert record.fails == [
+                Fail(0, 1, "infra", "bad_log", "delta 0 does not decode: these bytes are not a Segue message")
+            ]
 
     run(main())
 
@@ -183,7 +188,7 @@ def test_a_replay_that_differs_is_an_environment_failure() -> None:
             w.scheduler.episodes[0].deltas = list(expected.deltas[:5])
             await w.lease(0)
             record = await w.scheduler.until(0, lambda r: not r.leased)
-            assert record.fails == [Fail(0, 2, "env", "replay_mismatch")]
+            assert record.fails == [Fail(0, 2, "env", "replay_mismatch", "another observation")]
 
     run(main())
 

@@ -339,9 +339,9 @@ class World:
             self.finishes[finish.episode] = finish
         self.send(finish)
 
-    def fail(self, node: ModelNode, lease: ModelLease, failure: str = "infra", reason: str = "crashed") -> None:
+    def fail(self, node: ModelNode, lease: ModelLease, failure: str = "infra", reason: str = "crashed", detail: str = "") -> None:
         node.leases.pop(lease.grant.episode, None)
-        self.send(Fail(lease.grant.episode, lease.grant.attempt, failure, reason))
+        self.send(Fail(lease.grant.episode, lease.grant.attempt, failure, reason, detail))
 
     def park(self, node: ModelNode, lease: ModelLease) -> None:
         node.leases.pop(lease.grant.episode, None)

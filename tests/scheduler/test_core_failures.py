@@ -9,7 +9,7 @@ from core_world import ModelLease, ModelNode, World, make_config, task
 
 from scheduler.core import commands as c
 from scheduler.core import events as e
-from segue.episode import FailureClass, State
+from segue.episode import FailureClass, State, Task
 from segue.ports.scheduler import Paused, Resumed
 
 
@@ -132,7 +132,37 @@ def test_too_many_such_tasks_end_the_run() -> None:
         assert not world.fatals
         world.fail(node, next(iter(node.leases.values())), "data", "broken")
     (fatal,) = world.fatals
-    assert "3 tasks failed on every attempt" in fatal.sentence and "scheduler.max_quarantined" in fatal.sentence
+    assert "3 tasks failed on every attempt" in fatal.sentence and "scheduler.max_quarantined" in fatal.remedy
+    assert fatal.users, "what environments and data do is the user's to mend"
+
+
+def test_what_the_environment_raised_is_said_and_the_limit_comes_last() -> None:
+    world, node = opened(scheduler__max_quarantined=4, scheduler__retries_env=0)
+    for _ in range(5):
+        world.fail(node, next(iter(node.leases.values())), "env", "env_error", "KeyError: 'oops' in bugs.py:10")
+    (fatal,) = world.fatals
+    assert fatal.sentence.endswith("the last with KeyError: 'oops' in bugs.py:10 (env: env_error)")
+    assert fatal.remedy == "mend the environment or its data, or raise scheduler.max_quarantined"
+    first, *more = world.warnings
+    assert first.endswith("is set aside: KeyError: 'oops' in bugs.py:10 (env: env_error).")
+    assert [warning.split()[0] for warning in more] == ["2", "4"], "not one near-identical warning per task"
+
+
+def test_what_the_machinery_does_is_not_the_users_to_mend() -> None:
+    world, node = opened(scheduler__max_quarantined=1, scheduler__retries_infra=0)
+    while not world.fatals:
+        world.fail(node, next(iter(node.leases.values())), "infra")
+    assert not world.fatals[0].users and world.fatals[0].sentence.endswith("or raise scheduler.max_quarantined.")
+
+
+def test_an_evaluation_says_why_its_episodes_failed() -> None:
+    world, node = opened(scheduler__retries_env=0)
+    world.drain(1)
+    world.send(e.EvalStarted("before", [Task("a", "latency", 0), Task("b", "latency", 0)], 0.0))
+    evals = [lease for lease in node.leases.values() if lease.grant.purpose == "eval"]
+    world.fail(node, evals[0], "env", "env_error", "KeyError: 'oops' in bugs.py:10")
+    run = world.core.eval_run("before")
+    assert run is not None and run.example == "KeyError: 'oops' in bugs.py:10 (env: env_error)" and run.users
 
 
 def test_when_every_task_is_set_aside_the_run_ends_instead_of_asking_for_ever() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue.metrics import ActivityClock, SlotClock, StateClock
-from segue.metrics.vocabulary import OTHER, ROLLOUT_PRECEDENCE, STATES
+from segue.metrics.vocabulary import OTHER, ROLLOUT_PRECEDENCE, STATE_MEANINGS, STATES
 
 
 class FakeTime:
@@ -191,3 +191,7 @@ def test_a_restarted_clock_forgets_what_was_before() -> None:
         clock.restart()
     time[0] = 7.0
     assert [clock.seconds() for clock in clocks] == [{"busy": 0.0, "other": seconds} for seconds in (2.0, 2.0, 4.0)]
+
+
+def test_every_state_has_a_meaning() -> None:
+    assert {role: (*meanings, OTHER) for role, meanings in STATE_MEANINGS.items()} == STATES

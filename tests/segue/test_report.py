@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +23,20 @@ from segue.report import (
     RunFacts,
     WeightSyncFigures,
     build_summary,
+    print_summary,
     step_line,
     step_text,
     summary_table,
 )
 from segue.report.read import read_report
 from segue.report.steps import age_histogram, age_max, age_mean, age_quantile, without_seconds
+from segue.report.table import rows
 from segue.rundir import JsonLines, RunDir, plain, write_json
 
 ISSUE_KEYS: dict[str, Any] = {
     "mode": None,
     "steps": None,
+    "attempts": None,
     "wall_seconds": None,
     "tokens": {"generated", "trained", "masked_age"},
     "staleness": {"bound", "mean", "p99", "max", "multi_version_ratio"},
@@ -257,6 +261,30 @@ def rendered(summary: dict[str, Any]) -> str:
     return console.export_text()
 
 
+def test_a_table_that_goes_to_a_file_is_neither_wrapped_nor_padded() -> None:
+    summary = build_summary(facts()) | {"notes": ["a note of many words " * 20 + "256.3 / s"]}
+    file = io.StringIO()
+    print_summary(summary, "Run demo", file)
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "Run demo" and len(lines) == 1 + len(list(rows(summary)))
+    assert lines[-1].startswith("note ") and lines[-1].endswith("256.3 / s")
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_after_a_resume_each_figure_names_the_attempts_it_covers() -> None:
+    shown = dict(rows(build_summary(facts(attempts=2))))
+    assert shown["run"].endswith(" s, 2 attempts together")
+    assert " generated in the last attempt, 200 trained" in shown["tokens"]
+    once = dict(rows(build_summary(facts())))
+    assert "attempt" not in once["run"] + once["tokens"]
+
+
+def test_an_evaluation_alone_shows_what_it_found() -> None:
+    summary = build_summary(facts(evals={"eval": EvalResult(0.988, 256, 2)}))
+    assert list(rows(summary))[:2] == [("success", "0.988"), ("tasks", "256 held out, 2 failed")]
+    assert all(subject == "note" for subject, _ in list(rows(summary))[2:])
+
+
 def test_the_table_shows_the_figures() -> None:
     text = rendered(build_summary(facts()))
     for words in (
@@ -300,8 +328,11 @@ def test_an_incomplete_run_says_so_and_shows_what_the_steps_tell(tmp_path: Path)
     summary, sentence = read_report(run.path)
     assert sentence == (
         f"The run in {run.path} is not complete: 2 of 5 steps are trained, and the figures are those of the steps alone "
-        "(a stopped run goes on with --resume)."
+        "(it has no checkpoint to go on from yet)."
     )
+    (run.checkpoints / "step_2").mkdir()
+    (run.checkpoints / "step_2" / "COMPLETE").touch()
+    assert read_report(run.path)[1].endswith("those of the steps alone (a stopped run goes on with --resume).")
     assert summary["incomplete"] and summary["tokens"] == {"generated": None, "trained": 200, "masked_age": 7}
     assert summary["staleness"]["bound"] == 4 and summary["wall_seconds"] == 3.0
     text = rendered(summary)

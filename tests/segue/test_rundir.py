@@ -31,19 +31,66 @@ def test_a_new_run_directory_has_everything_of_the_plan(tmp_path: Path) -> None:
     assert RunDir.open(tmp_path / "deep" / "demo").config == run.config
 
 
+def checkpoint(run: RunDir, step: int) -> None:
+    (run.checkpoints / f"step_{step}").mkdir()
+    (run.checkpoints / f"step_{step}" / "COMPLETE").touch()
+
+
 def test_an_empty_directory_may_be_used_and_a_used_one_names_the_ways_out(tmp_path: Path) -> None:
-    (tmp_path / "demo").mkdir()
-    RunDir.create(tmp_path / "demo", "")
+    path = tmp_path / "demo"
+    path.mkdir()
+    run = RunDir.create(path, "")
+    with JsonLines(run.metrics) as lines:
+        lines.append({"step": 0})
+    run.unlock()
     with pytest.raises(UserError) as refused:
-        RunDir.create(tmp_path / "demo", "")
+        RunDir.create(path, "")
     assert str(refused.value) == (
-        f"The run directory {tmp_path / 'demo'} is already used: add --resume to go on with that run, "
+        f"The run directory {path} is already used, by a run that has no checkpoint to go on from: "
+        "give this one another name with --run."
+    )
+    checkpoint(run, 1)
+    with pytest.raises(UserError) as refused:
+        RunDir.create(path, "")
+    assert str(refused.value) == (
+        f"The run directory {path} is already used: add --resume to go on with that run, "
         "or give this one another name with --run."
     )
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(UserError, match="already used"):
-        RunDir.create(file, "")
+
+
+def test_a_name_whose_run_trained_no_step_is_free(tmp_path: Path) -> None:
+    """A start that failed, or was stopped, takes no name; what it left is not taken for the next run's."""
+    run = RunDir.create(tmp_path / "demo", "steps = 1\n")
+    run.begin_attempt(NOON)
+    for path in (run.log_of("driver-0"), run.evals, run.path / "notes.txt"):
+        path.write_text("{}")
+    (run.checkpoints / "step_1").mkdir()  # not complete
+    run.metrics.touch()
+    with pytest.raises(UserError, match="is still going on"):
+        RunDir.create(run.path, "steps = 2\n")
+    assert run.log_of("driver-0").exists()
+    run.unlock()
+    with pytest.raises(UserError, match="has no complete checkpoint to resume from: start it again without --resume"):
+        run.latest_checkpoint()
+    again = RunDir.create(run.path, "steps = 2\n")
+    assert again.config.read_text() == "steps = 2\n" and again.attempts() == 0
+    assert not again.evals.exists() and not list(again.logs.iterdir()) and not list(again.checkpoints.iterdir())
+    assert (run.path / "notes.txt").exists(), "not ours"
+    again.discard()
+    assert [path.name for path in run.path.iterdir()] == ["notes.txt"]
+
+
+def test_what_is_no_run_directory_is_not_called_one_that_is_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file is a file: name a new or an empty folder with --run\."):
+        RunDir.create(tmp_path / "file", "")
+    for folder in ("logs", "queue"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "config.toml").touch()  # of a program of the user's own
+    (tmp_path / "logs" / "precious").touch()
+    with pytest.raises(UserError, match=r"is not empty and no run directory: name a new or an empty folder with --run\."):
+        RunDir.create(tmp_path, "")
+    assert (tmp_path / "logs" / "precious").exists()
 
 
 def test_the_default_name_is_the_configs_and_the_time_and_never_collides(tmp_path: Path) -> None:
@@ -115,7 +162,11 @@ def test_a_run_that_goes_on_is_not_resumed_and_not_touched(tmp_path: Path) -> No
 
 def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "demo", "")
-    with pytest.raises(UserError, match="has no complete checkpoint to resume from: start the run anew"):
+    with pytest.raises(UserError, match="has no complete checkpoint to resume from: start it again without --resume"):
+        run.latest_checkpoint()
+    with JsonLines(run.metrics) as lines:
+        lines.append({"step": 0})
+    with pytest.raises(UserError, match="has no complete checkpoint to resume from: start the run anew in another directory"):
         run.latest_checkpoint()
     for name, complete in (("step_2", True), ("step_10", True), ("step_20", False), (".step_30.writing", True), ("step_x", True)):
         (run.checkpoints / name).mkdir()

@@ -1,0 +1,97 @@
+"""A folder whose weights are not those of its config is refused by both loaders, in one sentence; what is harmless is not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from learner.model import load_model
+from rollout.embedded.support import open_config, open_model
+from segue.errors import UserError
+
+torch.set_num_threads(1)
+Weights = dict[str, torch.Tensor]
+
+
+def by_learner(folder: Path) -> None:
+    load_model(folder)
+
+
+def by_engine(folder: Path) -> None:
+    open_model(str(folder), open_config(str(folder), 32), "float32", "cpu")
+
+
+LOADERS = pytest.mark.parametrize("load", [by_learner, by_engine])
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def folder_of(path: Path, change: Callable[[Weights], object], tied: bool = False, **config: object) -> Path:
+    """A tiny Llama's folder after a change to its weights and its config.json."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64, tie_word_embeddings=tied)).save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | config))
+    return path
+
+
+def refusal(folder: Path, load: Callable[[Path], None]) -> str:
+    with pytest.raises(UserError) as error:
+        load(folder)
+    sentence = str(error.value)
+    assert sentence.startswith(f"The weights in {folder} are not those of the model in its config.json")
+    assert sentence.endswith("copy it again whole, or name another folder in model.path.") and "\n" not in sentence
+    return sentence
+
+
+@LOADERS
+def test_a_missing_weight_is_named(tmp_path: Path, load: Callable[[Path], None]) -> None:
+    assert f": {DOWN} is missing; " in refusal(folder_of(tmp_path, lambda w: w.pop(DOWN)), load)
+
+
+@LOADERS
+def test_a_head_that_is_not_tied_must_be_there(tmp_path: Path, load: Callable[[Path], None]) -> None:
+    assert ": lm_head.weight is missing; " in refusal(folder_of(tmp_path, lambda w: w.pop("lm_head.weight")), load)
+
+
+@LOADERS
+def test_weights_of_another_architecture_are_named_and_counted(tmp_path: Path, load: Callable[[Path], None]) -> None:
+    sentence = refusal(folder_of(tmp_path, lambda w: None, model_type="gpt2", n_embd=16, n_head=2, n_layer=2), load)
+    assert " more are missing, and it has model.embed_tokens.weight and 19 more, which that model lacks; " in sentence
+    assert ": transformer.h.0.attn.c_attn." in sentence
+
+
+@LOADERS
+def test_a_weight_of_another_shape_is_named(tmp_path: Path, load: Callable[[Path], None]) -> None:
+    folder = folder_of(tmp_path, lambda w: w.update({DOWN: torch.zeros(16, 20)}))
+    assert f": {DOWN} has the shape [16, 20] instead of [16, 24]; " in refusal(folder, load)
+
+
+@LOADERS
+def test_layers_that_the_config_lacks_are_refused(tmp_path: Path, load: Callable[[Path], None]) -> None:
+    folder = folder_of(tmp_path, lambda w: None, num_hidden_layers=1)
+    assert "which has no model.layers.1.input_layernorm.weight and 8 more: " in refusal(folder, load)
+
+
+@LOADERS
+def test_what_is_absent_or_there_on_purpose_is_fine(
+    tmp_path: Path, load: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(weights: Weights) -> None:
+        assert "lm_head.weight" not in weights, "tied"
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # folders of old versions have them
+        weights["v_head.weight"] = torch.zeros(1, 16)
+
+    with caplog.at_level(logging.WARNING, "segue"):
+        load(folder_of(tmp_path, change, tied=True))
+    assert [r.getMessage() for r in caplog.records if r.name == "segue.model_folder"] == [
+        f"{tmp_path} has weights that the model does not use: v_head.weight"
+    ]
