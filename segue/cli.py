@@ -100,7 +100,9 @@ def warmstart(config: ConfigFile, overrides: Overrides = None) -> int:
     """Make (or find in the cache) the model that the config's \\[warmstart] table describes, and print its folder."""
     from segue.cluster.warmstart import warmstart as make
     from segue.config import load_config
+    from segue.suite_path import look_beside
 
+    look_beside(config)
     print(make(load_config(config, overrides), progress=True))
     return 0
 
@@ -155,7 +157,7 @@ def main() -> None:
     open_missing_streams()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads per process on busy cores are ten times slower than one
     try:
-        app()
+        app(prog_name="segue")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from segue import __version__
+from segue import __version__, suite_path
 from segue.errors import RunFailed, UserError
 
 CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
@@ -294,13 +294,19 @@ class RunDir:
         attempt = self.attempts() + 1
         with JsonLines(self.path / ATTEMPTS) as lines:
             started = now.isoformat(timespec="seconds")
-            lines.append({"attempt": attempt, "started": started, "version": __version__, "resumed_from": resumed_from})
+            line = {"attempt": attempt, "started": started, "version": __version__, "resumed_from": resumed_from}
+            lines.append(line | {"suite_path": suite_path.folders()})
         return attempt
 
     def env_log(self) -> Path:
         """The log that what an environment raised just now is in: of an env pool, or of the one process of a serial run."""
         logs = [path for name in ("envpool-*.log", "serial-0.log") for path in self.logs.glob(name)]
         return max(logs, key=lambda path: path.stat().st_mtime, default=self.log_of("envpool-0"))
+
+    def suite_path(self) -> list[str]:
+        """Where the newest attempt looked for a suite of the user's own (`segue.suite_path`); nothing if there was none."""
+        lines = read_jsonl(self.path / ATTEMPTS)
+        return list(lines[-1].get("suite_path", [])) if lines else []
 
     def attempts(self) -> int:
         """How often the run was started."""

@@ -271,6 +271,12 @@ class Controller:
     def _notes(self, silent: Sequence[str]) -> list[str]:
         """What a reader of the figures must know."""
         notes = [f"{name} gave no figures at the end: sums over its role lack its part." for name in silent]
+        known = {line["step"] for line in read_jsonl(self._run.metrics)}
+        if lacking := sorted(set(range(max(known, default=-1))) - known):
+            notes.append(
+                f"metrics.jsonl lacks {len(lacking)} steps (the first is {lacking[0]}), trained by an attempt that died before "
+                "it wrote them down: their figures are missing here."
+            )
         if self._run.attempts() > 1:
             notes.append("The run was resumed: tokens.generated, prefill, roles and weight_sync are the last attempt's alone.")
         if self._serial:

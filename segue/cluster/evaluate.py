@@ -8,17 +8,20 @@ from datetime import datetime
 from pathlib import Path
 
 from segue.cluster.devices import with_devices
+from segue.cluster.own_suite import try_suite
 from segue.cluster.prepare import Prepared, check, find_model
 from segue.cluster.supervisor import watch
 from segue.config import Config, load_config, to_toml
 from segue.errors import UserError
 from segue.rundir import RunDir
+from segue.suite_path import look_beside
 
 
 def evaluate(target: Path, overrides: list[str], step: int | None, as_json: bool) -> int:
     """Evaluate and print the result; returns the exit code. Its processes' logs are in a run directory of its own."""
     if target.is_dir():
         source = RunDir.open(target)
+        look_beside(source.config, source.suite_path())
         config = with_devices(load_config(source.config, overrides))
         model = str(_checkpoint(source, step) / "models" / "policy")
         name = source.name
@@ -29,12 +32,15 @@ def evaluate(target: Path, overrides: list[str], step: int | None, as_json: bool
             raise UserError(
                 f"{target} is neither a run directory nor a config file: name one that exists, for instance under runs/."
             )
+        look_beside(target, RunDir(target.parent).suite_path())
         config = with_devices(load_config(target, overrides))
         check(config)
         model = find_model(config)
         name = target.stem
     if config.eval.tasks == 0:
         raise UserError(f"{target} sets eval.tasks = 0, so there is nothing to evaluate: add --set eval.tasks=256.")
+    if target.is_dir() and ":" in config.task.env:
+        try_suite(config)
     remedy = "call segue eval in a folder that you can write to"
     run = RunDir.create_default(Path(f"eval-{name}"), to_toml(config), datetime.now(), remedy=remedy)
     attempt = run.begin_attempt(datetime.now())

@@ -8,10 +8,13 @@ import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from envpool.environment import Split
 from envpool.suites import load_suite
 from rollout.vllm.arguments import check_arguments
 from segue.cluster.devices import with_devices
+from segue.cluster.own_suite import try_suite
 from segue.cluster.plan import plan_lines
 from segue.cluster.ports import check_ports
 from segue.cluster.processes import die_with_parent
@@ -20,6 +23,7 @@ from segue.config import Config, load_config, to_toml
 from segue.config.learner import WarmstartConfig
 from segue.errors import UserError
 from segue.rundir import CheckpointFolder, RunDir
+from segue.suite_path import look_beside
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Prepared:
 
 def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool, serial: bool = False) -> Prepared:
     """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`."""
+    look_beside(config_path, RunDir(config_path.parent).suite_path())
     config = with_devices(load_config(config_path, overrides))
     check(config)
     if serial:
@@ -47,9 +52,10 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
     else:
         check_ports(config)
     now = datetime.now()
-    checkpoint, again = None, False
+    checkpoint, again, changes = None, False, ""
     if resume:
         assert run_path is not None
+        changes = changed_keys(tomllib.loads(RunDir.open(run_path).config.read_text(encoding="utf-8")), config)
         run, checkpoint = _resume(run_path, config)
     elif run_path is not None:
         again = RunDir(run_path).begun_in_vain()
@@ -63,6 +69,7 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
         print("  again     an earlier attempt in that directory trained no step: it is replaced, its logs too", flush=True)
     if checkpoint is not None:
         print(f"  resume    from {checkpoint.path} (step {checkpoint.step})", flush=True)
+        print(f"  changed   {changes or 'nothing since the last attempt'}", flush=True)
     try:
         model = find_model(config)
     except BaseException:
@@ -89,6 +96,21 @@ def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:
     run.truncate_metrics(checkpoint.step)
     run.clear_targets()
     return run, checkpoint
+
+
+def changed_keys(then: dict[str, Any], config: Config) -> str:
+    """What a config changes against that of the last attempt `then`: "learner.lr 0.001 → 0.002, …", or "" for nothing."""
+    before, now = _flat(then), _flat(tomllib.loads(to_toml(config)))
+    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return ", ".join(f"{key} {before.get(key, 'unset')} → {now.get(key, 'unset')}" for key in keys)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"learner.lr": …} of nested tables."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _check_same_model(path: Path, config: Config) -> None:
@@ -121,10 +143,19 @@ def find_model(config: Config) -> str:
 
 def check(config: Config) -> None:
     """What else can be found wrong before anything starts: the suite and its tasks, the model's folder. Raises `UserError`."""
-    if ":" not in config.task.env:  # a suite of the user's own is loaded by the roles only: it may be heavy
+    if ":" in config.task.env:
+        try_suite(config)
+    else:
         suite = load_suite(config.task.env, config.task.args)
-        suite.tasks("train", config.task.train_tasks, config.seed)
-        suite.tasks("eval", config.eval.tasks, config.seed)
+        asked: list[tuple[str, Split, int]] = [
+            ("task.train_tasks", "train", config.task.train_tasks),
+            ("eval.tasks", "eval", config.eval.tasks),
+        ]
+        for key, split, wanted in asked:
+            try:
+                suite.tasks(split, wanted, config.seed)
+            except UserError as error:
+                raise UserError(f"{key} = {wanted} cannot be had: {str(error)[0].lower()}{str(error)[1:]}") from None
     if config.rollout.engine == "vllm":
         check_arguments(config.rollout.engine_args)
     path = config.model.path
@@ -156,10 +187,10 @@ def _make_in_child(config: Config) -> Path:
     import sys
     import tempfile
 
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(to_toml(config))
-        file.flush()
-        command = [sys.executable, "-m", "segue.cli", "warmstart", file.name]
+    with tempfile.TemporaryDirectory(prefix="segue-") as folder:  # its own: that folder is looked for modules too
+        file = Path(folder) / "config.toml"
+        file.write_text(to_toml(config), encoding="utf-8")
+        command = [sys.executable, "-m", "segue.cli", "warmstart", str(file)]
         end_with_us = functools.partial(die_with_parent, os.getpid())
         child = subprocess.run(command, check=False, preexec_fn=end_with_us, stdout=subprocess.PIPE, text=True)
     if child.returncode == 130:

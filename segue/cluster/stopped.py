@@ -34,6 +34,16 @@ def stopped_text(run: RunDir, config: Config, go_on: str) -> str:
     return f"Stopped before a step was trained: there is no checkpoint, and {run.path} may be used again."
 
 
+def as_it_can_be(sentence: str, run: RunDir) -> str:
+    """The sentence of a failed run, without the advice to resume where there is no checkpoint."""
+    if run.complete_checkpoints():
+        return sentence
+    copy = "go on with --resume on a copy of the run directory"
+    for advice in (copy, "go on with --resume", "resume from the newest checkpoint"):
+        sentence = sentence.replace(advice, "start the run anew")
+    return sentence
+
+
 def tell_stopped(run: RunDir, config: Config, go_on: str) -> None:
     """Print the figures of the steps so far, if there are any, and `stopped_text`."""
     if run.metrics.is_file() and run.metrics.stat().st_size:

@@ -22,7 +22,7 @@ from typing import Any
 from segue.cluster.child import REPORT_FD, SCRATCH, SUPERVISOR, command_line
 from segue.cluster.prepare import Prepared, prepare
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family
-from segue.cluster.stopped import tell_stopped
+from segue.cluster.stopped import as_it_can_be, tell_stopped
 from segue.console import surviving_stdout
 from segue.errors import RunFailed, UserError
 from segue.rundir import RunDir
@@ -41,7 +41,10 @@ def supervise(config_path: Path, overrides: list[str], run: Path | None, resume:
     """
     with surviving_stdout():
         prepared = prepare(config_path, overrides, run, resume, serial)
-    code = watch(prepared, serial)
+    try:
+        code = watch(prepared, serial)
+    except RunFailed as failure:
+        raise RunFailed(failure.part, as_it_can_be(failure.sentence, prepared.run)) from failure
     if code > 128:
         with surviving_stdout():
             tell_stopped(prepared.run, prepared.config, prepared.go_on)

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 from segue.config import Config
 from segue.config.learner import WarmstartConfig
 from segue.errors import UserError
+from segue.users_code import described
 
 if TYPE_CHECKING:
-    from envpool.environment import Suite
+    from envpool.environment import Demonstration, Suite
     from rollout.chat import ChatRenderer
     from segue.trajectory import TokenLog
 
@@ -150,11 +151,23 @@ def _code(config: Config) -> Iterator[Path]:
     yield from (ROOT / path for path in CODE)
     name = config.task.env
     if name not in SUITES:
-        load_suite(name, config.task.args)  # says so where there is none
+        check_teacher(name, load_suite(name, config.task.args))  # says so where there is none
     spec = importlib.util.find_spec(SUITES.get(name, name.partition(":")[0]))
     assert spec is not None and spec.origin is not None, f"the suite {name} has no source"
     source = Path(spec.origin)
     yield from sorted(source.parent.rglob("*.py")) if source.name == "__init__.py" else [source]
+
+
+def check_teacher(name: str, suite: Any) -> None:
+    """Raises `UserError` if a suite has nobody to learn from."""
+    from envpool.suites.own import lacks
+
+    lacking = [method for method in ("demonstrate", "vocabulary") if lacks(suite, method)]
+    if lacking:
+        raise UserError(
+            f"The suite task.env = {name!r} lacks {' and '.join(lacking)}, which a warm start needs: "
+            "give it one, or name a model in model.path and leave [warmstart] out."
+        )
 
 
 def _digest(path: Path) -> str:
@@ -233,9 +246,24 @@ def demonstrations(suite: Suite, renderer: ChatRenderer, n: int, seed: int, good
     rng = random.Random(seed)
     tasks = _training_tasks(suite, n, seed)
     for i in range(n):
-        shown = suite.demonstrate(tasks[i % len(tasks)], rng, good_share)
+        shown = _demonstration(suite, tasks[i % len(tasks)], rng, good_share)
         turns = [(turn.action, _followed(turn.result)) for turn in shown.turns]
         yield renderer.demonstration(shown.prompt, turns)
+
+
+def _demonstration(suite: Suite, task: Any, rng: random.Random, good_share: float) -> Demonstration:
+    from envpool.environment import Demonstration
+
+    try:
+        shown = suite.demonstrate(task, rng, good_share)
+        if not isinstance(shown, Demonstration):
+            raise TypeError(f"demonstrate() returned {type(shown).__name__}, not Demonstration")
+    except UserError:
+        raise
+    except Exception as error:
+        told = described(error, type(suite))
+        raise UserError(f"The warm start failed: the suite could not demonstrate task {task.id} ({told}); mend that.") from error
+    return shown
 
 
 def _followed(result: Any) -> Any:

@@ -5,12 +5,15 @@ Every error names the key, the value and the remedy, in one sentence.
 
 from __future__ import annotations
 
+import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from segue.config.cluster import ClusterConfig, SerialConfig
 from segue.config.envpool import EnvPoolConfig
@@ -76,8 +79,12 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise UserError(f"{path} is not valid TOML ({error}): correct that line.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check its permissions.") from None
-    _merge(data, parse_overrides(overrides or []))
-    return resolve(data, str(path))
+    items = overrides or []
+    extra = parse_overrides(items)
+    if extra.get("model", {}).get("path") and "warmstart" not in extra and not data.get("model", {}).get("path"):
+        data.pop("warmstart", None)  # the file's way to a model; the user has named another
+    _merge(data, extra)
+    return resolve(data, str(path), items)
 
 
 def parse_overrides(overrides: list[str]) -> dict[str, Any]:
@@ -113,38 +120,80 @@ def _merge(data: dict[str, Any], extra: dict[str, Any]) -> None:
             data[key] = value
 
 
-def resolve(data: dict[str, Any], where: str) -> Config:
-    """A checked config with all defaults that depend on other keys filled in."""
+def resolve(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Config:
+    """A checked config with all defaults that depend on other keys filled in.
+
+    Raises `UserError` that blames `where`, or those of the `--set` items `overrides` that the mistake is in.
+    """
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
-        raise UserError(_sentence(error, where)) from None
+        raise UserError(_sentence(error, where, overrides)) from None
     config = _resolved(config)
-    _check(config, where)
+    try:
+        _check(config, where)
+    except UserError as error:
+        named = [item for item in overrides if re.search(rf"(?<![\w.]){re.escape(_key(item))}(?![\w.]*\w)", str(error))]
+        if not named:
+            raise
+        blamed = f"{where} with {' '.join(f'--set {item}' for item in named)}"
+        raise UserError(blamed + str(error).removeprefix(where)) from None
     return config
 
 
-def _sentence(error: ValidationError, where: str) -> str:
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _sentence(error: ValidationError, where: str, overrides: Sequence[str]) -> str:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
+    for item in overrides:
+        if f"{key}.".startswith(f"{_key(item)}.") or f"{_key(item)}.".startswith(f"{key}."):
+            where = f"--set {item}"  # the last one wins, as in the config
     if first["type"] == "extra_forbidden":
-        what = f"table {key}" if isinstance(first["input"], dict) else f"key {key} = {first['input']!r}"
+        what = f"table {key}" if isinstance(first["input"], dict) else f"key {key} = {_shown(first['input'])}"
         return f"{where} has an unknown {what}: {_nearest(key)}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):
         return f"{where} gives {key.rpartition('.')[0]} too few values: add the missing one."
     if first["type"] == "missing":
-        return f"{where} lacks the key {key}: add it."
-    value = "" if isinstance(first["input"], dict) else f" = {first['input']!r}"
-    return f"{where} sets {key}{value}, which {_requirement(first['msg'])}: change it."
+        what = f"table [{key}]" if key in Config.model_fields and key not in _PLAIN else f"key {key}"
+        return f"{where} lacks the {what}: add it."
+    value = "" if isinstance(first["input"], dict) else f" = {_shown(first['input'])}"
+    return f"{where} sets {key}{value}, which {_requirement(first)}: change it."
 
 
-def _requirement(message: str) -> str:
-    """pydantic's message as the end of a sentence."""
-    if message.startswith("Input should be a valid dictionary or instance of"):
-        return "must be a table"
-    if message.startswith("Tuple should have"):
-        return message.removeprefix("Tuple ").replace(" after validation", "")
-    return "must be " + message.removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("must be ")
+_PLAIN = ("mode", "steps", "seed")
+"""The keys outside all tables."""
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text (in quotes)",
+    "tuple": "a list (in brackets)",
+    "dict": "a table",
+    "model": "a table",
+}
+"""What a value must be, by the first word of pydantic's error type."""
+
+
+def _shown(value: Any) -> str:
+    """Nearly as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(list(value) if isinstance(value, tuple) else value)
+
+
+def _requirement(error: ErrorDetails) -> str:
+    """A pydantic error as the end of a sentence."""
+    kind, _, what = error["type"].partition("_")
+    if what in ("type", "parsing", "from_float", "parsing_size") and kind in _KINDS:
+        return f"must be {_KINDS[kind]}"
+    if error["type"] == "too_long":
+        return f"must have at most {error['ctx']['max_length']} values"
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("must be ")
+    return f"must be {message}"
 
 
 def _nearest(key: str) -> str:
@@ -265,7 +314,9 @@ def _check(config: Config, where: str) -> None:
     if not config.model.path and config.warmstart is None:
         refuse("names no model: set model.path to a Hugging Face folder, or add a [warmstart] table.")
     if config.model.path and config.warmstart is not None:
-        refuse("has both model.path and a [warmstart] table: leave one out.")
+        refuse(
+            "has both model.path and a [warmstart] table: leave one out (--set model.path wins over a [warmstart] in the file)."
+        )
     if config.warmstart is not None and config.warmstart.hidden_size % config.warmstart.heads:
         refuse(
             f"sets warmstart.hidden_size = {config.warmstart.hidden_size}, which warmstart.heads = {config.warmstart.heads} "

@@ -19,7 +19,7 @@ from segue.console import Console
 from segue.errors import RunFailed
 from segue.ports.rpc import Done, Service
 from segue.ports.scheduler import OPEN_TRAINING, WATCH_EVENTS, EventsReply, OpenTraining, RunEvent, WatchEvents
-from segue.rundir import RunDir, read_jsonl
+from segue.rundir import JsonLines, RunDir, read_jsonl
 
 
 class Scheduler(Service):
@@ -108,6 +108,18 @@ async def test_a_serial_run_says_which_seconds_are_logical(config: Config, run: 
     learned = asyncio.get_running_loop().create_future()
     notes = [Controller(config, run, Scheduler(), learned, Console(), serial=serial)._notes([]) for serial in (True, False)]
     assert ["logical clock" in " ".join(found) for found in notes] == [True, False]
+
+
+async def test_steps_that_an_attempt_took_with_it_are_missed(config: Config, run: RunDir) -> None:
+    """A driver that is killed between a checkpoint and the line of its step."""
+    learned = asyncio.get_running_loop().create_future()
+    controller = Controller(config, run, Scheduler(), learned, Console())
+    assert controller._notes([]) == []
+    with JsonLines(run.metrics) as lines:
+        for step in (0, 1, 4):
+            lines.append({"step": step})
+    (note,) = controller._notes([])
+    assert note.startswith("metrics.jsonl lacks 2 steps (the first is 2)")
 
 
 def step_event(number: int, step: int) -> RunEvent:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from segue.cluster.stopped import go_on_command, stopped_text, tell_stopped
+from segue.cluster.stopped import as_it_can_be, go_on_command, stopped_text, tell_stopped
 from segue.config import to_toml
 from segue.config.root import resolve
 from segue.rundir import JsonLines, RunDir
@@ -43,3 +43,18 @@ def test_the_command_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words[7:] == ["--set", "steps=9", "--set", "task.args.facts=['a b']"]
     monkeypatch.setenv("SEGUE_COMMAND", "./launch.sh")
     assert go_on_command(Path("a"), Path("b"), [], serial=False) == "./launch.sh a --run b --resume"
+
+
+def test_nobody_is_sent_to_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", to_toml(CONFIG))
+    sentences = [
+        "x could not be written because the disk is full: free some space there and go on with --resume.",
+        "Training diverged: lower learner.lr and resume from the newest checkpoint.",
+    ]
+    assert [as_it_can_be(sentence, run) for sentence in sentences] == [
+        "x could not be written because the disk is full: free some space there and start the run anew.",
+        "Training diverged: lower learner.lr and start the run anew.",
+    ]
+    (run.checkpoints / "step_4").mkdir()
+    (run.checkpoints / "step_4" / "COMPLETE").touch()
+    assert [as_it_can_be(sentence, run) for sentence in sentences] == sentences

