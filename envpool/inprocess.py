@@ -1,6 +1,7 @@
 """Workers that are no processes: serial mode, virtual time and fast tests. The pool above them is the same.
 
-Calls run inline on the event loop. What an environment would take by its model (`envpool.environment.Timed`) passes on the
+Calls hold up the event loop and run in one thread beside it, so that an environment may have a loop of its own, as it may in a
+worker process (F80). What an environment would take by its model (`envpool.environment.Timed`) passes on the
 loop's clock instead: a logical clock jumps over it. A simulated crash or a kill takes all instances of the seat, as the end of a
 process would.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 from envpool.environment import SimulatedCrash, Suite
 from envpool.instance import Instance
@@ -27,6 +29,7 @@ class InProcessWorkers:
         self._suite = suite
         self._snapshot_bytes = snapshot_bytes
         self._sink: Sink | None = None
+        self._thread = ThreadPoolExecutor(1, "environments")
         self._instances: dict[Seat, dict[int, Instance]] = {}
         """By seats whose worker lives. Callbacks that come due after its end find it missing and do nothing."""
 
@@ -53,8 +56,9 @@ class InProcessWorkers:
         self._sink = None
         for instances in self._instances.values():
             for number, instance in instances.items():
-                instance.perform(Dispose(number, 0))
+                self._thread.submit(instance.perform, Dispose(number, 0)).result()
         self._instances.clear()
+        self._thread.shutdown(wait=False)
 
     def _perform(self, key: Seat, call: Call) -> None:
         instances = self._instances.get(key)
@@ -64,7 +68,7 @@ class InProcessWorkers:
             instances[call.instance] = Instance(self._suite, call, self._snapshot_bytes, defer=True)
         instance = instances[call.instance]
         try:
-            reply = instance.perform(call)
+            reply = self._thread.submit(instance.perform, call).result()
         except SimulatedCrash as crash:
             self._sink.lost(*key, f"crashed: {crash}")
             return

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from learner.batches import BatchRefused, PreparedBatch
@@ -146,7 +147,7 @@ class BatchFeed:
             status = await ask(self._scheduler, GET_STATUS, GetStatus(), GRACE_SECONDS)
         except (PeerError, RemoteError, WireError) as error:
             return f"the scheduler does not answer either ({error})"
-        return f"the scheduler reports {told(status.data)}"
+        return f"the scheduler {produced(status.data)}"
 
 
 def scheduler_failed(metrics: Metrics, call: str, error: Exception) -> RunFailed:
@@ -158,6 +159,22 @@ def scheduler_failed(metrics: Metrics, call: str, error: Exception) -> RunFailed
         return RunFailed("scheduler", f"The scheduler did not answer {call}: {error}.")
     metrics.add("segue_rpc_failures_total", reason="error")
     return RunFailed("scheduler", f"The scheduler refused {call}: {error}.")
+
+
+def produced(data: Mapping[str, Any]) -> str:
+    """Why there is no batch, as far as the scheduler's status shows it; what it counts where nothing was dropped."""
+    counts = data.get("counts", {})
+    dropped, finished = counts.get("groups_dropped"), counts.get("finished", {})
+    if not dropped:
+        return f"reports {told(dict(data))}"
+    return (
+        f"dropped {sum(dropped.values())} groups ({_listed(dropped)}) of {sum(finished.values())} finished episodes "
+        f"({_listed(finished)}): group.min_valid and learner.mask_outcomes say which are trained"
+    )
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in sorted(counts.items())) or "none"
 
 
 def told(data: dict[str, Any], limit: int = 600) -> str:

@@ -215,7 +215,7 @@ class CarryOut:
     def _fatal(self, fatal: c.Fatal) -> Thunk:
         if not fatal.users:
             return lambda: self._shell.fail(fatal.part, fatal.sentence)
-        return lambda: self._shell.fail_users(fatal.part, fatal.sentence, fatal.remedy)
+        return lambda: self._shell.fail_users(fatal.part, fatal.sentence, fatal.remedy, fatal.raised)
 
     def _stop_nodes(self, stop: c.StopNodes) -> Thunk:
         def send() -> None:

@@ -254,16 +254,17 @@ class SchedulerShell:
             self.events.add("stopped", {"reason": reason})
         self.wake()
 
-    def fail_users(self, part: str, what: str, remedy: str) -> None:
-        """The run cannot go on, because of the user's environment: where its log is comes before the remedy."""
-        self.fail(part, f"{what}: {RunDir(self._run_dir).env_log()} has the traceback; {remedy}.", users=True)
+    def fail_users(self, part: str, what: str, remedy: str, raised: bool) -> None:
+        """The run cannot go on, because of the user's environment or its data; where the traceback is comes before the remedy."""
+        traceback = f"{RunDir(self._run_dir).env_log()} has the traceback; " if raised else ""
+        self.fail(part, f"{what}: {traceback}{remedy}.", users=True)
 
     def fail(self, part: str, sentence: str, users: bool = False) -> None:
         """The run cannot go on; `users`: it is the user's to mend."""
         if self.failed:
             return
         log.error("%s: %s", part, sentence)
-        self.events.add("fatal", {"part": part, "sentence": sentence, "users": users})
+        self.events.add("fatal", {"part": part, "sentence": sentence} | ({"users": True} if users else {}))
         self.release(sentence)
         if self._over is not None and not self._over.done():
             self._over.set_exception(UserError(sentence) if users else RunFailed(part, sentence))
@@ -378,7 +379,8 @@ class SchedulerShell:
         run = self.core.eval_run(request.name)
         if run is None:
             raise CallRefused(f"there is no evaluation {request.name!r}")
-        return port.EvalStateReply(run.n, run.finished, run.failed, run.success, run.rewards, run.done, run.example, run.users)
+        counts = (run.n, run.finished, run.failed, run.success, run.rewards, run.done)
+        return port.EvalStateReply(*counts, run.example, run.users, run.raised)
 
     async def _watch_events(self, request: port.WatchEvents) -> port.EventsReply:
         await self._until(lambda: bool(self.events.after(request.after)), request.wait)

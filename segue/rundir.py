@@ -96,9 +96,12 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         try:
-            lines.append(json.loads(line))
+            parsed = json.loads(line)
         except ValueError:
-            raise UserError(f"Line {number} of {path} is not JSON: restore the file or remove that line.") from None
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise UserError(f"Line {number} of {path} is no JSON object: restore the file or remove that line.")
+        lines.append(parsed)
     return lines
 
 
@@ -382,6 +385,8 @@ class RunDir:
     def truncate_metrics(self, step: int) -> int:
         """Keep the lines of `metrics.jsonl` for steps below `step` (a resume trains the others again); how many were cut."""
         lines = read_jsonl(self.metrics)
+        if not all(isinstance(line.get("step"), int) for line in lines):
+            raise UserError(f"{self.metrics} has a line without a step: restore the file or remove that line.")
         kept = [line for line in lines if line["step"] < step]
         if len(kept) != len(lines):
             write_atomic(self.metrics, "".join(json.dumps(line) + "\n" for line in kept).encode())

@@ -185,13 +185,14 @@ class Fatal(msgspec.Struct, frozen=True, gc=False):
     """The run cannot go on; `part` failed first.
 
     `users`: environments or their tasks failed, which is the user's to mend. `sentence` then says only what happened, without
-    a full stop: the shell, which knows where the log is, adds that and the `remedy`.
+    a full stop: the shell adds the `remedy`, and before it the log that has the traceback if the user's code `raised`.
     """
 
     part: str
     sentence: str
     users: bool = False
     remedy: str = ""
+    raised: bool = False
 
 
 class StopNodes(msgspec.Struct, frozen=True):

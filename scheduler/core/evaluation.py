@@ -15,14 +15,14 @@ RUNNING = (State.PENDING, State.LEASED, State.PARKED)
 class EvalRun:
     """One evaluation: `success` and `rewards` have one entry per finished episode, in the order in which they finished.
 
-    `example` says why the last one failed, and `users` whether that is the user's to mend.
+    `example` says why the last one failed, `users` whether that is the user's to mend, `raised` whether the user's code raised.
     """
 
     def __init__(self, n: int) -> None:
         self.n = n
         self.failed = 0
         self.example = ""
-        self.users = False
+        self.users = self.raised = False
         self.success: list[float] = []
         self.rewards: list[float] = []
         self.groups: list[Group] = []
@@ -72,11 +72,11 @@ class Evaluation:
         self._t.out.append(Forget(episode.id))
         self._check(episode.group.run, run)
 
-    def failed(self, episode: Episode, failure: FailureClass, why: str) -> None:
+    def failed(self, episode: Episode, failure: FailureClass, why: str, raised: bool) -> None:
         """The episode failed for good."""
         run = self.runs[episode.group.run]
         run.failed += 1
-        run.example, run.users = why, failure is not FailureClass.INFRA
+        run.example, run.users, run.raised = why, failure is not FailureClass.INFRA, raised
         self._t.tally.count("eval_episodes", "failed")
         self._check(episode.group.run, run)
 

@@ -26,6 +26,8 @@ USELESS_LOG = ("checksum", "not_resumable")
 """Another attempt from the log would be wrong or fail in the same way: the node's record of the episode is not the log that was
 accepted from it, so that what it sampled on is not what would be trained; or the environment can be neither restored nor replayed
 (design.md §6)."""
+RAISED = ("env_error", "data_error")
+"""The environment raised: the env pool's log has the traceback."""
 MAX_REASONS = 64
 """Reasons come from nodes; beyond so many different ones they are counted together."""
 LEASED, PENDING = State.LEASED, State.PENDING
@@ -160,11 +162,17 @@ class Failures:
         users = failure is not FailureClass.INFRA
         mend = "mend the environment or its data" if users else "look into the logs of the run"
         if n >= self.task_count:
-            self._end(f"All {self.task_count} tasks failed on every attempt, the last with {last}", users, mend)
+            what, remedy = f"All {self.task_count} tasks failed on every attempt, the last with {last}", mend
         elif n > self._max_quarantined:
             names = ", ".join(list(self.quarantined)[:3])
-            more = f"{mend}, or raise scheduler.max_quarantined"
-            self._end(f"{n} tasks failed on every attempt ({names}, …), the last with {last}", users, more)
+            what = f"{n} tasks failed on every attempt ({names}, …), the last with {last}"
+            remedy = f"{mend}, or raise scheduler.max_quarantined"
+        else:
+            return
+        if users:
+            t.out.append(Fatal("scheduler", what, True, remedy, reason in RAISED))
+        else:
+            t.out.append(Fatal("scheduler", f"{what}: {remedy}."))
 
     def _warn(self, task: Task, failure: FailureClass, reason: str, last: str) -> None:
         """The first task of a reason in full; then how many they are, at powers of two."""
@@ -175,9 +183,6 @@ class Failures:
             self._t.out.append(Warn(f"Task {task.id} failed on every attempt and is set aside: {last}."))
         elif n & (n - 1) == 0:
             self._t.out.append(Warn(f"{n} tasks are set aside by now, which failed on every attempt; the last: {last}."))
-
-    def _end(self, what: str, users: bool, remedy: str) -> None:
-        self._t.out.append(Fatal("scheduler", what, True, remedy) if users else Fatal("scheduler", f"{what}: {remedy}."))
 
 
 def why(failure: FailureClass, reason: str, detail: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import Counter, deque
 
 from scheduler.core.commands import Forget, Warn
 from scheduler.core.episodes import Episode, Group
@@ -19,8 +19,8 @@ from segue.episode import DropReason, Purpose, State, Task
 
 SAME_REWARD = 1e-8
 """Rewards of a group that differ by less have no spread (docs/algorithms.md §2)."""
-WARN_FILTERED = 100
-"""So many filtered groups in a row, and then each time twice as many, are worth a warning."""
+WARN_DROPPED = 100
+"""So many groups in a row that give nothing to train, and then each time twice as many, are worth a warning."""
 RETRY = "retry"
 """Timer of an episode that rests after a failed attempt (`failures`)."""
 LEASED, ASSEMBLING, QUEUED = State.LEASED, State.ASSEMBLING, State.QUEUED
@@ -44,8 +44,8 @@ class Groups:
         self.live: dict[int, Group] = {}
         self.ready: list[tuple[int, Group]] = []
         self.again: deque[Task] = deque()
-        self._filtered_in_a_row = 0
-        self._warn_at = WARN_FILTERED
+        self._dropped_in_a_row = 0
+        self._warn_at = WARN_DROPPED
 
     def open(self, task: Task, floor: int, now: float) -> Group:
         """Admit G episodes of a task."""
@@ -101,6 +101,8 @@ class Groups:
 
     def _settle(self, group: Group, reason: DropReason, now: float) -> None:
         if group.valid + group.running < self._min_valid:
+            if reason is DropReason.GROUP_FAILED and group.purpose is Purpose.TRAIN:
+                self._count_dropped(self._too_few(group))
             self.drop(group, reason)
         elif group.complete:
             pass
@@ -125,10 +127,12 @@ class Groups:
         if max(rewards) - min(rewards) < SAME_REWARD:
             t.tally.count("groups_zero_variance", env)
             if self._filter:
-                self._count_filtered()
+                self._count_dropped(
+                    "all their rewards are equal: check the task's difficulty or set group.filter_zero_variance = false"
+                )
                 self.drop(group, DropReason.ZERO_VARIANCE)
                 return
-        self._filtered_in_a_row, self._warn_at = 0, WARN_FILTERED
+        self._dropped_in_a_row, self._warn_at = 0, WARN_DROPPED
         for member in group.members:
             if member.state is ASSEMBLING:
                 t.episodes.move(member, QUEUED)
@@ -136,16 +140,21 @@ class Groups:
         heapq.heappush(self.ready, (group.id, group))
         t.meter.operations += 1 + len(self.ready).bit_length()
 
-    def _count_filtered(self) -> None:
-        self._filtered_in_a_row += 1
-        if self._filtered_in_a_row >= self._warn_at:
+    def _count_dropped(self, why: str) -> None:
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= self._warn_at:
             self._warn_at *= 2
-            self._t.out.append(
-                Warn(
-                    f"{self._filtered_in_a_row} groups in a row were dropped because all their rewards are equal: "
-                    "check the task's difficulty or set group.filter_zero_variance = false."
-                )
-            )
+            self._t.out.append(Warn(f"{self._dropped_in_a_row} groups in a row were dropped; the last because {why}."))
+
+    def _too_few(self, group: Group) -> str:
+        """Why too few members of a group can be trained."""
+        outcomes = Counter(str(m.finish.outcome) for m in group.members if m.finish is not None and not self._is_valid(m))
+        ended = ", ".join(f"{n} with {outcome}" for outcome, n in sorted(outcomes.items()))
+        return (
+            f"fewer than group.min_valid = {self._min_valid} of its members can be trained"
+            + (f" ({ended} have an outcome that learner.mask_outcomes keeps out)" if ended else " (the others failed)")
+            + ": look at segue_episodes_finished_total and segue_episodes_failed_total, and raise what cuts episodes short"
+        )
 
     # --- groups ending --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from scheduler.core.batches import Batches
 from scheduler.core.commands import Command, DropAttempt, Ignore, Refuse, Resend
 from scheduler.core.episodes import Episode
 from scheduler.core.evaluation import Evaluation
-from scheduler.core.failures import Failures, why
+from scheduler.core.failures import RAISED, Failures, why
 from scheduler.core.groups import Groups
 from scheduler.core.leases import Leases
 from scheduler.core.parking import Parking
@@ -144,7 +144,7 @@ class Intake:
         """The current attempt is over, for whatever reason."""
         again = self._failures.attempt_failed(episode, failure, reason, now, detail)
         if not again and episode.group.purpose is not Purpose.TRAIN:
-            self._evaluation.failed(episode, failure, why(failure, reason, detail))
+            self._evaluation.failed(episode, failure, why(failure, reason, detail), reason in RAISED)
 
     def parked(self, event: Parked, now: float) -> None:
         """The node let go of the episode."""

@@ -120,7 +120,11 @@ class Controller:
             await self._evaluate("before")
         await self._ask(OPEN_TRAINING, OpenTraining(config.steps))
         self._last_step = time.monotonic()
-        await asyncio.shield(self._learned)  # a cancelled course must not take the learner's end with it
+        # Per rank. Shielded, because a cancelled course must not take the learner's end with it.
+        ends = await asyncio.shield(self._learned)
+        for end in ends or ():
+            if isinstance(end, BaseException):
+                raise end  # there is nothing to evaluate
         if config.eval.after and config.eval.tasks:
             await self._evaluate("after")
 
@@ -159,7 +163,8 @@ class Controller:
         if state.failed < state.n:
             self._say(f"warning: {state.failed} of {state.n} {what}.")
         elif state.users:
-            raise UserError(f"All {state.n} {what}: {self._run.env_log()} has the traceback; mend the environment or its data.")
+            traceback = f"{self._run.env_log()} has the traceback; " if state.raised else ""
+            raise UserError(f"All {state.n} {what}: {traceback}mend the environment or its data.")
         else:
             raise RunFailed("scheduler", f"All {state.n} {what}: look into {self._run.logs}.")
 

@@ -409,7 +409,8 @@ class EvalState(Message, frozen=True):
 class EvalStateReply(Message, frozen=True):
     """Counts of one evaluation; `done` once finished + failed = n.
 
-    `example` says why the last one failed, `users` whether by its environment or its task's data: the user's to mend.
+    `example` says why the last one failed, `users` whether by its environment or its task's data: the user's to mend; `raised`
+    whether the user's code raised, so that the env pool's log has a traceback.
     """
 
     n: int
@@ -420,6 +421,7 @@ class EvalStateReply(Message, frozen=True):
     done: bool
     example: str = ""
     users: bool = False
+    raised: bool = False
 
 
 class WatchEvents(Message, frozen=True):

@@ -18,7 +18,7 @@ from segue.config.root import resolve
 from segue.console import Console
 from segue.errors import RunFailed
 from segue.ports.rpc import Done, Service
-from segue.ports.scheduler import OPEN_TRAINING, WATCH_EVENTS, EventsReply, OpenTraining, RunEvent, WatchEvents
+from segue.ports.scheduler import OPEN_TRAINING, START_EVAL, WATCH_EVENTS, EventsReply, OpenTraining, RunEvent, WatchEvents
 from segue.rundir import JsonLines, RunDir, read_jsonl
 
 
@@ -77,6 +77,28 @@ async def test_a_fatal_event_ends_the_course_and_cancels_nothing_else(config: Co
     assert not learner.cancelled() and not learned.done()
     learner.set_result(None)
     await learned
+
+
+async def test_a_learner_that_fails_ends_the_course_without_an_evaluation(config: Config, run: RunDir) -> None:
+    """It would evaluate what was not trained, and print a result before the failure."""
+    scheduler = Scheduler(RunEvent(1, "warning", {"sentence": "Nothing."}))
+    asked: list[str] = []
+    handle = scheduler.handle
+
+    async def noted(method: str, body: bytes) -> bytes:
+        asked.append(method)
+        if len(asked) > 2:
+            await asyncio.Event().wait()
+        return await handle(method, body)
+
+    scheduler.handle = noted  # type: ignore[method-assign]
+    evaluated = config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": 4, "before": False})})
+    learner = asyncio.get_running_loop().create_future()
+    learner.set_exception(RunFailed("learner-0", "No batch came."))
+    controller = Controller(evaluated, run, scheduler, asyncio.gather(learner, return_exceptions=True), Console())
+    with pytest.raises(RunFailed, match="No batch came"):
+        await controller.run()
+    assert START_EVAL.name not in asked
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 from e2e_run import LONG, Command, segue
+from safetensors.torch import load_file, save_file
 
 from segue.config import load_config
 from segue.rundir import RunDir
@@ -95,6 +96,20 @@ def test_a_model_whose_weights_are_damaged(smoke: Path, model: Path, tmp_path: P
     command = segue("train", config_of(broken, smoke, tmp_path / "my.toml"), "--run", tmp_path / "run")
     assert command.wait() == 2, command.tails()
     assert str(broken) in command.sentence()
+
+
+def test_a_model_that_lacks_a_weight(smoke: Path, model: Path, tmp_path: Path) -> None:
+    """transformers would fill in random numbers and say so in a table in a log."""
+    broken = Path(shutil.copytree(model, tmp_path / "broken"))
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.layers.0.mlp.down_proj.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    command = segue("train", config_of(broken, smoke, tmp_path / "my.toml"), "--run", tmp_path / "run")
+    assert command.wait() == 2, command.tails()
+    assert command.sentence() == (
+        f"The weights in {broken} are not those of the model in its config.json: model.layers.0.mlp.down_proj.weight is missing; "
+        "copy it again whole, or name another folder in model.path."
+    )
 
 
 def test_a_tokenizer_without_chat_template(smoke: Path, model: Path, tmp_path: Path) -> None:

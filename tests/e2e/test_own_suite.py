@@ -104,3 +104,41 @@ def test_some_failures_of_an_evaluation_are_a_warning_and_many_of_training_end_t
         command.sentence(),
     ), command.sentence()
     assert len([line for line in command.out if "set aside" in line]) == 5, "not one for each"
+
+
+def test_on_ray_the_pools_log_has_the_traceback_and_the_module_is_found_too(smoke: Path, model: Path, tmp_path: Path) -> None:
+    write(tmp_path, "True")
+    run = tmp_path / "run"
+    command = segue("train", config_of(tmp_path, smoke, model), "--run", run, *FEW[:-1])
+    assert command.wait() == 2, command.tails()
+    assert (
+        f"KeyError: 'oops' in bugs.py:{LINE} (env: env_error): {run}/logs/envpool-0.log has the traceback" in command.sentence()
+    )
+    log = (run / "logs" / "envpool-0.log").read_text()
+    assert log.count(f'bugs.py", line {LINE}, in step') == 1, "once per distinct error"
+
+
+def test_a_run_can_be_evaluated_from_anywhere(smoke: Path, model: Path, tmp_path: Path) -> None:
+    write(tmp_path, "False")
+    run = tmp_path / "run"
+    small = ("--set", "eval.tasks=0", "--set", "checkpoint.every=1", "--set", "steps=1")
+    command = segue("train", config_of(tmp_path, smoke, model), "--run", run, *small, "--serial")
+    assert command.wait() == 0, command.tails()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    command = segue("eval", run, "--set", "eval.tasks=2", "--json", cwd=elsewhere)
+    assert command.wait() == 0, command.tails()
+    assert '"success": 1.0' in "\n".join(command.out)
+
+
+def test_a_warm_start_needs_a_teacher(smoke: Path, tmp_path: Path) -> None:
+    write(tmp_path, "False")
+    config = config_of(tmp_path, smoke, None)
+    for arguments in (("train", config, "--run", tmp_path / "run"), ("warmstart", config)):
+        command = segue(*arguments)
+        assert (command.wait(), command.out) == (2, [])
+        assert command.sentence() == (
+            "The suite task.env = 'bugs:suite' lacks demonstrate and vocabulary, which a warm start needs: "
+            "give it one, or name a model in model.path and leave [warmstart] out."
+        )
+    assert not (tmp_path / "run").exists(), "nothing was begun"

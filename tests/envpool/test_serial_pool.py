@@ -86,6 +86,19 @@ def test_modelled_latencies_pass_on_the_loops_clock_and_are_those_a_process_woul
     assert logical(play()) == pytest.approx(expected)
 
 
+def test_an_environment_may_run_an_event_loop_of_its_own() -> None:
+    """F80: as it may in a worker process."""
+    config = make_config(FAULTY)
+
+    async def play() -> str:
+        async with running(config, InProcessWorkers.of(config)) as shell:
+            node = Node(shell, patience=PATIENT)
+            await node.create(1)
+            return (await node.step(1, 0, "asyncio")).result.observation.messages[0].content
+
+    assert logical(play()) == "1: ran"
+
+
 def test_steps_of_many_instances_overlap_in_logical_time() -> None:
     config = latency({"turns_min": 1, "turns_max": 1, "mean": 7.0}, workers=2, instances=50)
 

@@ -14,6 +14,7 @@ from learner_data import learner_config, random_batch, tiny_llama
 from learner_scheduler import Learner, on_logical_loop
 
 from learner.checkpoints import model_folder, open_checkpoint
+from learner.feed import produced
 from segue.clock import ThreadCompute
 from segue.errors import RunFailed, UserError
 from segue.ports.rpc import PeerLost
@@ -216,6 +217,16 @@ def test_no_batch_by_the_deadline_names_the_producers(tmp_path: Path, model: Pat
     assert failure.part == "scheduler"
     assert failure.sentence == (
         'The learner waited 600 s for the batch of step 0 and none came; the scheduler reports {"episodes": {"leased": 5}}.'
+    )
+
+
+def test_groups_that_nobody_may_train_are_what_the_sentence_is_about() -> None:
+    """Budgets so small that every episode is cut off: the groups are dropped, and no batch is ever formed."""
+    assert produced(
+        {"counts": {"groups_dropped": {"group_failed": 3}, "finished": {"latency|truncated_tokens": 11, "latency|terminated": 1}}}
+    ) == (
+        "dropped 3 groups (group_failed 3) of 12 finished episodes (latency|terminated 1, latency|truncated_tokens 11): "
+        "group.min_valid and learner.mask_outcomes say which are trained"
     )
 
 

@@ -392,8 +392,8 @@ class EngineContract:
             waiting = Consumer(engine, ask(prompt(97, 9)))
             await engine.pause(PauseMode.ABORT, old)
             await engine.resume(old)
-            for _ in range(20):
-                await asyncio.sleep(0)
+            for _ in range(3):
+                await engine.score(prompt(98, 9))  # steps of the engine, in which a request that may run would
             assert not waiting.got.tokens and not waiting.task.done(), "a stale resume opened the gate"
             await engine.resume(epoch)
             await engine.resume(epoch)

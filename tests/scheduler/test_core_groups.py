@@ -111,6 +111,19 @@ def test_many_filtered_groups_in_a_row_are_worth_a_warning_and_then_twice_as_man
     world.drain(1)
 
 
+def test_many_groups_in_a_row_of_which_too_little_can_be_trained_are_worth_a_warning() -> None:
+    world, node = one_group(2, **MASKED)
+    for _ in range(150):
+        while not node.leases:
+            assert world.serve()
+        lease = next(iter(node.leases.values()))
+        world.delta(node, lease, reward=0.0)
+        world.finish(node, lease, outcome="truncated_wall")
+    (said,) = world.warnings
+    assert said.startswith("100 groups in a row were dropped; the last because fewer than group.min_valid = 2 of its members")
+    assert "1 with truncated_wall have an outcome that learner.mask_outcomes keeps out" in said
+
+
 def test_the_running_members_of_a_fallen_group_are_told_to_stop() -> None:
     world, node = one_group(2, scheduler__retries_data=0)
     fail(world, node, 0)

@@ -14,7 +14,7 @@ from shell_world import Channel, ShellWorld, run
 from segue import wire
 from segue.clock import now
 from segue.episode import log_checksum
-from segue.errors import RunFailed
+from segue.errors import RunFailed, UserError
 from segue.ports import scheduler as port
 from segue.ports.journal import MemoryJournal, Record
 from segue.ports.rpc import Done, PeerTimeout, RemoteError, Service, ask
@@ -461,15 +461,19 @@ def test_effects_leave_in_the_order_of_the_decisions(tmp_path: Path) -> None:
 
 
 async def fails_with(world: ShellWorld, match: str, part: str) -> None:
-    """The run ends with one sentence; everybody who waits learns it."""
+    """The run ends with one sentence; everybody who waits learns it. No `part`: it is the user's to mend."""
     waiter = asyncio.create_task(ask(world.driver, port.TAKE_BATCH, port.TakeBatch(99, 0, 5000.0), 9000.0))
-    with pytest.raises(RunFailed, match=match) as caught:
+    with pytest.raises((RunFailed, UserError), match=match) as caught:
         async with asyncio.timeout(3000.0):
             await world.shell.run()
-    assert caught.value.part == part and "\n" not in caught.value.sentence
-    assert (await waiter).stop == caught.value.sentence
+    sentence, users = str(caught.value), isinstance(caught.value, UserError)
+    assert users == (part == "") and "\n" not in sentence
+    assert (await waiter).stop == sentence
     fatal = [event.data for event in await world.events() if event.what == "fatal"]
-    assert fatal == [{"part": part, "sentence": caught.value.sentence}]
+    if users:
+        assert fatal == [{"part": "scheduler", "sentence": sentence, "users": True}]
+    else:
+        assert fatal == [{"part": part, "sentence": sentence}]
     for node in world.nodes:
         node.die()
     await world.shell.stop()
@@ -522,7 +526,7 @@ def test_f58_tasks_that_fail_on_every_attempt_end_the_run_when_they_are_all(tmp_
             node.fails_with = ("data", "no answer in the task")
         await world.start()
         await world.learner.publish()
-        await fails_with(world, "All 3 tasks failed on every attempt", "scheduler")
+        await fails_with(world, "All 3 tasks failed on every attempt, .*: mend the environment or its data", "")
 
     run(course)
 

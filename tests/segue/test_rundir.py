@@ -207,7 +207,7 @@ def test_a_torn_last_line_is_left_out_and_cut_before_the_next(tmp_path_factory: 
 def test_a_broken_line_in_the_middle_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\nnonsense\n{"step": 1}\n')
-    with pytest.raises(UserError, match=r"Line 2 of .*metrics.jsonl is not JSON"):
+    with pytest.raises(UserError, match=r"Line 2 of .*metrics.jsonl is no JSON object"):
         read_jsonl(path)
 
 
@@ -225,7 +225,16 @@ def test_a_resume_at_step_s_keeps_the_steps_below_s(tmp_path_factory: pytest.Tem
 
 
 def test_truncating_metrics_that_do_not_exist_is_nothing(tmp_path: Path) -> None:
-    assert RunDir.create(tmp_path / "demo", "").truncate_metrics(3) == 0
+    run = RunDir.create(tmp_path / "demo", "")
+    assert run.truncate_metrics(3) == 0
+    for damaged, sentence in (
+        ("{}\n", "has a line without a step"),
+        ("[]\n", "Line 1 .* is no JSON object"),
+        ("{\n", "no JSON object"),
+    ):
+        run.metrics.write_text(damaged)
+        with pytest.raises(UserError, match=sentence):
+            run.truncate_metrics(3)
 
 
 # --- files that are whole or absent ---------------------------------------------------------------------------------
