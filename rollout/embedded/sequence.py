@@ -1,49 +1,16 @@
-"""One request under way: what it has, what it has sampled and not yet handed out, and the way out to its consumer."""
+"""One request under way: what it has, and what it has sampled and not yet handed out."""
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rollout.embedded.sampler import uniforms
+from rollout.outbound import Outbox
 from segue.ports.engine import Admission, Chunk, FinishReason, GenerateRequest
 
 if TYPE_CHECKING:
     from rollout.embedded.slots import Slot
-
-
-class Outbox:
-    """Chunks for one consumer, in order. Never blocks the producer; a failure comes after the chunks already put in."""
-
-    __slots__ = ("_chunks", "_error", "_waiter")
-
-    def __init__(self) -> None:
-        self._chunks: deque[Chunk] = deque()
-        self._error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, chunk: Chunk) -> None:
-        self._chunks.append(chunk)
-        self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> Chunk:
-        """The next chunk. Waits until the engine puts one in or fails: a paused engine's deadline is its owner's."""
-        while not self._chunks:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._chunks.popleft()
 
 
 class Sequence:

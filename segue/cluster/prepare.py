@@ -12,6 +12,7 @@ from typing import Any
 
 from envpool.environment import Split
 from envpool.suites import load_suite
+from rollout.vllm.arguments import check_arguments
 from segue.cluster.devices import with_devices
 from segue.cluster.own_suite import try_suite
 from segue.cluster.plan import plan_lines
@@ -126,6 +127,11 @@ def _check_same_model(path: Path, config: Config) -> None:
 
 
 def _check_serial(config: Config) -> None:
+    if config.rollout.engine != "embedded":
+        raise UserError(
+            f"--serial runs in one process, which rollout.engine = '{config.rollout.engine}' cannot: "
+            "add --set rollout.engine=embedded."
+        )
     if config.learner.ranks > 1:
         raise UserError(f"--serial runs one learner rank, and learner.ranks = {config.learner.ranks}: add --set learner.ranks=1.")
 
@@ -150,6 +156,8 @@ def check(config: Config) -> None:
                 suite.tasks(split, wanted, config.seed)
             except UserError as error:
                 raise UserError(f"{key} = {wanted} cannot be had: {str(error)[0].lower()}{str(error)[1:]}") from None
+    if config.rollout.engine == "vllm":
+        check_arguments(config.rollout.engine_args)
     path = config.model.path
     if path and not (Path(path) / "config.json").is_file():
         raise UserError(f"model.path = {path!r} is no Hugging Face model folder (it has no config.json): name one that is.")

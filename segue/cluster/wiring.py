@@ -30,6 +30,7 @@ from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
 from segue.rundir import SCHEDULER_CUT, RunDir
 
 if TYPE_CHECKING:
+    from segue.ports.engine import Engine
     from weightsync.local import LocalHub
 
 POLICY = "policy"
@@ -195,7 +196,6 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
     import torch
 
     from rollout.chat import ChatRenderer
-    from rollout.embedded import EmbeddedEngine
     from rollout.embedded.support import open_tokenizer
     from rollout.node import NodeShell
 
@@ -211,17 +211,7 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
     tokenizer = open_tokenizer(spec.model_path)
     if tokenizer is None:
         raise UserError(f"The model folder {spec.model_path} has no tokenizer: add its tokenizer files.")
-    engine = EmbeddedEngine(
-        spec.model_path,
-        slots=config.rollout.slots,
-        max_tokens=config.rollout.max_tokens,
-        dtype=config.rollout.dtype,
-        device=device,
-        compute=compute,
-        tokenizer=tokenizer,
-        decode_cost=config.serial.decode_seconds,
-        prefill_cost_per_token=config.serial.prefill_seconds_per_token,
-    )
+    engine = _engine(spec, config, device, compute, tokenizer)
     receiver = _receiver(spec, config, place, sync_metrics, device)
     shell = NodeShell(
         config,
@@ -239,14 +229,56 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
     return Host(spec, config, shell, targets, {spec.name: activity, sync: sync_clock}, [compute])
 
 
+def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, tokenizer: Any) -> Engine:
+    rollout = config.rollout
+    if rollout.engine == "vllm":
+        from rollout.vllm.build import build_engine
+
+        return build_engine(
+            spec.model_path,
+            slots=rollout.slots,
+            max_tokens=rollout.max_tokens,
+            score_tokens=max(2, config.weightsync.probe_tokens),
+            dtype=rollout.dtype,
+            device=device,
+            seed=config.seed,
+            threads=rollout.threads,
+            tokenizer=tokenizer,
+            engine_args=rollout.engine_args,
+        )
+    from rollout.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(
+        spec.model_path,
+        slots=rollout.slots,
+        max_tokens=rollout.max_tokens,
+        dtype=rollout.dtype,
+        device=device,
+        compute=compute,
+        tokenizer=tokenizer,
+        decode_cost=config.serial.decode_seconds,
+        prefill_cost_per_token=config.serial.prefill_seconds_per_token,
+    )
+
+
+def _expected(path: str, config: Config) -> dict[str, Any]:
+    """The named tensors of the engine's model, on the meta device."""
+    from rollout.embedded import support
+    from rollout.vllm import expected
+
+    max_tokens, dtype = config.rollout.max_tokens, config.rollout.dtype
+    if config.rollout.engine == "vllm":
+        model = expected.meta_model(expected.open_config(path, max_tokens), dtype)
+        return dict(model.state_dict())
+    return support.meta_tensors(support.open_config(path, max_tokens), dtype)
+
+
 def _receiver(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, device: str) -> Any:
-    from rollout.embedded.support import meta_tensors, open_config
     from weightsync.local import LocalReceiver
     from weightsync.manifest import layout
     from weightsync.receiver import TorchReceiver
 
-    model = open_config(spec.model_path, config.rollout.max_tokens)
-    expected = layout(meta_tensors(model, config.rollout.dtype))
+    expected = layout(_expected(spec.model_path, config))
     if place.hub is not None:
         return LocalReceiver(place.hub, spec.name, metrics, model_name=POLICY, expected=expected)
     backend = config.weightsync.backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -14,8 +14,11 @@ class RolloutConfig(Section):
 
     nodes: int = Field(2, ge=1)
     """Rollout nodes, a process each."""
-    engine: Literal["embedded"] = "embedded"
-    """`embedded`: torch, in the node."""
+    engine: Literal["embedded", "vllm"] = "embedded"
+    """`embedded`: torch, in the node; `vllm`: vLLM, for models and loads beyond a laptop's."""
+    engine_args: dict[str, Any] = {}
+    """Engine arguments of vLLM, such as `tensor_parallel_size` or `kv_cache_memory_bytes`, by vLLM's own names. Those that follow
+    from other keys cannot be set here."""
     slots: int = Field(32, ge=1)
     """Sequences decoded at once."""
     max_episodes: int = Field(48, ge=1)

@@ -295,6 +295,15 @@ def _check(config: Config, where: str) -> None:
             f"sets rollout.max_turn_tokens = {rollout.max_turn_tokens}, not below rollout.max_tokens = "
             f"{rollout.max_tokens}: lower it."
         )
+    if rollout.engine_args and rollout.engine != "vllm":
+        refuse(
+            f"sets rollout.engine_args with rollout.engine = '{rollout.engine}', which takes none: leave them out, or set "
+            "rollout.engine = 'vllm'."
+        )
+    if rollout.engine == "vllm" and rollout.temperature < 0.01:
+        refuse(f"sets rollout.temperature = {rollout.temperature:g}, and vLLM takes any below 0.01 for 0.01: raise it.")
+    if rollout.engine == "vllm" and 0.0 < config.eval.temperature < 0.01:
+        refuse(f"sets eval.temperature = {config.eval.temperature:g}, and vLLM takes any below 0.01 for 0.01: use 0 or raise it.")
     capacity = pool.pools * pool.workers * pool.instances
     if rollout.nodes * rollout.max_episodes > capacity:
         refuse(

@@ -17,7 +17,7 @@ import sys
 
 class Loader(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name != "rollout.embedded.weights":
+        if name != "rollout.fitting":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

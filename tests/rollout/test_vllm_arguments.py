@@ -1,0 +1,119 @@
+"""vLLM's engine arguments: what is wrong with them is one sentence; what Segue decides is decided in one place."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_models import save, tiny
+
+from rollout.vllm import arguments
+from rollout.vllm.arguments import OWNED, check_arguments, known_arguments
+from rollout.vllm.build import engine_arguments
+from rollout.vllm.environment import set_environment
+from rollout.vllm.expected import kv_bytes_per_token, meta_model, open_config
+from rollout.vllm.noise import generator_seed
+from segue.errors import UserError
+
+with_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@with_vllm
+def test_known_arguments_pass_and_what_segue_sets_is_known_to_vllm() -> None:
+    check_arguments({"tensor_parallel_size": 2, "kv_cache_memory_bytes": 1 << 30})
+    known = known_arguments()
+    assert known is not None and set(OWNED) <= known
+
+
+@with_vllm
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "tensor_paralel_size",
+            ["rollout.engine_args.tensor_paralel_size", "did you mean rollout.engine_args.tensor_parallel_size?"],
+        ),
+        ("zzzzzzzz", ["rollout.engine_args.zzzzzzzz", "leave it out"]),
+        ("max_num_seqs", ["rollout.engine_args.max_num_seqs", "set rollout.slots"]),
+        ("data_parallel_size", ["raise rollout.nodes"]),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(name: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as refused:
+        check_arguments({name: 1})
+    assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
+
+
+def test_without_vllm_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "known_arguments", lambda: None)
+    with pytest.raises(UserError, match=r"vLLM is not installed: run SEGUE_VLLM=1 \./launch\.sh"):
+        check_arguments({})
+
+
+def build(folder: Path, given: dict[str, Any] | None = None, head: int = 32, device: str = "cpu") -> dict[str, Any]:
+    path = folder / f"model-{head}"
+    if not path.is_dir():
+        save(tiny(0, hidden_size=2 * head, num_attention_heads=2, num_key_value_heads=1, head_dim=head), path)
+    config = open_config(str(path), 200)
+    options: dict[str, Any] = {"slots": 4, "max_tokens": 200, "score_tokens": 64, "dtype": "float32", "device": device, "seed": 3}
+    return engine_arguments(str(path), config, given=given or {}, **options)
+
+
+def test_kv_memory_holds_what_it_must(tmp_path: Path) -> None:
+    found = build(tmp_path)
+    per_token = 2 * 2 * 1 * 32 * 4
+    assert kv_bytes_per_token(open_config(str(tmp_path / "model-32"), 200), "float32") == per_token
+    assert found["kv_cache_memory_bytes"] == (2 * 4 * 7 + 4) * 32 * per_token
+    assert build(tmp_path, {"kv_cache_memory_bytes": 1 << 24})["kv_cache_memory_bytes"] == 1 << 24
+    with pytest.raises(UserError, match=r"kv_cache_memory_bytes = 1000 does not hold .* set it to \d+ or more"):
+        build(tmp_path, {"kv_cache_memory_bytes": 1000})
+    assert "kv_cache_memory_bytes" not in build(tmp_path, device="cuda:0"), "on a GPU vLLM takes what there is"
+
+
+def test_a_model_that_vllm_cannot_run_on_a_cpu_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"attention heads of size 16, .* rollout\.engine = 'embedded'"):
+        build(tmp_path, head=16)
+    with pytest.raises(UserError, match="no model folder"):
+        open_config(str(tmp_path), 10)
+    with pytest.raises(UserError, match=r"max_tokens = 1000 is more than the 256 positions"):
+        open_config(str(tmp_path / "model-16"), 1000)
+
+
+def test_the_expected_model_has_the_real_ones_tensors(tmp_path: Path) -> None:
+    real = tiny(0, tie_word_embeddings=True)
+    save(real, tmp_path)
+    expected = meta_model(open_config(str(tmp_path), 200), "float32")
+    names = {name: tuple(p.shape) for name, p in real.named_parameters()}
+    assert {name: tuple(p.shape) for name, p in expected.named_parameters()} == names
+    assert all(p.device.type == "meta" for p in expected.parameters())
+
+
+def test_the_users_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE", "HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    set_environment("cpu", 2)
+    import os
+
+    assert (os.environ["VLLM_LOGGING_LEVEL"], os.environ["OMP_NUM_THREADS"]) == ("DEBUG", "2")
+
+
+def test_noise_is_splitmix64_by_random_access() -> None:
+    """Against the published loop."""
+    mask = (1 << 64) - 1
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    state, expected = mix(77), []
+    for _ in range(5):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        expected.append(mix(state) >> 1)
+    assert [generator_seed(77, number) for number in range(5)] == expected
+    assert len({generator_seed(seed, number) for seed in range(50) for number in range(50)}) == 2500
