@@ -69,5 +69,5 @@ if __name__ == "__main__":
     try:
         print(asyncio.run(main(number, size, where, sys.argv[4], Path(sys.argv[5]), sys.argv[6])))
     except RunFailed as failure:
-        print(failure.sentence)
+        print(failure.sentence, flush=True)
         os._exit(1)
