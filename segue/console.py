@@ -19,7 +19,7 @@ from typing import IO, cast
 PIECE = 512
 """Bytes per write: a pipe or terminal that has room at all has room for them (POSIX: a pipe takes as many in one piece)."""
 KEPT = 1 << 20
-"""Bytes kept for a reader that has paused; what is older is lost."""
+"""Bytes kept for a reader that has paused; what is older is lost, and said to be in the log at the end."""
 
 END_SECONDS = 10.0
 """How long a process's end waits for a reader of its last lines."""
@@ -52,6 +52,7 @@ class Console(io.TextIOBase):
         self._fd = os.dup(1)
         self._waiting = bytearray()
         self._gone = False
+        self._lost = 0
 
     def write(self, text: str) -> int:
         if not self._gone:
@@ -67,6 +68,8 @@ class Console(io.TextIOBase):
         self._pass_on(seconds)
         if self._waiting:
             log.warning("nobody read the console's last %d bytes", len(self._waiting))
+        if self._lost:
+            log.warning("the console's reader came too late for %d bytes", self._lost)
 
     def _pass_on(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -79,7 +82,9 @@ class Console(io.TextIOBase):
             self._waiting.clear()
             log.warning("the console is gone (%s): nothing more is shown there", error.strerror)
         if len(self._waiting) > KEPT:
-            del self._waiting[: self._waiting.find(b"\n", len(self._waiting) - KEPT) + 1]
+            end = self._waiting.find(b"\n", len(self._waiting) - KEPT) + 1
+            self._lost += end
+            del self._waiting[:end]
 
     def _has_room(self, seconds: float) -> bool:
         return bool(select.select([], [self._fd], [], seconds)[1])

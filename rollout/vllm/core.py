@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout.vllm.handover import Handover
 from rollout.vllm.record import EXTRA, StepRecord
+
+log = logging.getLogger(__name__)
 
 END_SECONDS = 3.0
 """Processes that have not ended so long after they were told to are killed: vLLM's often take longer than that to clean up."""
@@ -109,15 +112,19 @@ class Core:
 
     async def _listen(self) -> None:
         client: Any = self.llm.engine_core
-        try:
-            while True:
+        while True:
+            try:
                 outputs = await client.get_output_async()
+            except Exception as error:
+                self._die(f"vLLM ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+                return
+            try:
                 self.on_step(_step(outputs))
-                client.outputs_queue.task_done()
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            self._die(f"vLLM ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            except Exception as error:  # a mistake of ours
+                log.exception("a step of vLLM's could not be taken")
+                self._die(f"{type(error).__name__} while a step of vLLM's was taken: {error}")
+                return
+            client.outputs_queue.task_done()
 
     def _die(self, why: str) -> None:
         if not self.dead:

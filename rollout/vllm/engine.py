@@ -242,7 +242,7 @@ class VllmEngine:
             extra={"seed": request.seed, "offset": request.offset},
         )
         async with self._sending:
-            await self._core.submit(
+            submission = self._core.submit(
                 sequence.name,
                 request.tokens,
                 params,
@@ -250,6 +250,7 @@ class VllmEngine:
                 priority=request.priority,
                 arrival=arrival_time(),
             )
+            await self._answer(submission)
 
     def _release(self, sequence: Sequence) -> None:
         """The consumer is gone."""
@@ -271,7 +272,7 @@ class VllmEngine:
 
     async def _abort(self, names: list[str]) -> None:
         async with self._sending:  # vLLM forgets an abort of what it does not know yet
-            await self._core.abort(names)
+            await self._answer(self._core.abort(names))
 
     async def abort(self, request_id: str) -> bool:
         self._check()

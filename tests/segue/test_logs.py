@@ -22,16 +22,16 @@ def test_lines_have_time_level_process_and_logger_and_are_counted(tmp_path: Path
         logging.getLogger("rollout.node").info("leased %d", 3)
         logging.getLogger("segue.wire").warning("refused")
         logging.getLogger("rollout.node").debug("not written")
-        logging.getLogger("some.library").info("not written either")
+        logging.getLogger("another.package").info("not written either")
         logging.getLogger("chatty").setLevel(logging.DEBUG)  # as bm25s does
         logging.getLogger("chatty").debug("nor this")
-        logging.getLogger("some.library").error("but this")
+        logging.getLogger("another.package").error("but this")
     logging.getLogger("rollout.node").error("after the end")
     lines = (tmp_path / "rollout-1.log").read_text().splitlines()
     assert [re.sub(r"^\S+ ", "", line) for line in lines] == [
         "INFO rollout-1 rollout.node: leased 3",
         "WARNING rollout-1 segue.wire: refused",
-        "ERROR rollout-1 some.library: but this",
+        "ERROR rollout-1 another.package: but this",
     ]
     assert all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+0000 ", line) for line in lines)
     assert [metrics.value(COUNT, level=level) for level in ("debug", "info", "warning", "error")] == [0, 1, 1, 1]
