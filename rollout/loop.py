@@ -297,8 +297,7 @@ class EpisodeLoop:
     def _take(self, chunk: Chunk, watch: Straddle) -> None:
         host, n = self._host, len(chunk.tokens)
         for admission in chunk.admissions:
-            for cause, tokens in self._kv.admit(admission).items():
-                host.metrics.add("segue_prefill_tokens_total", tokens, cause=cause)
+            self._kv.admit(admission)
             host.metrics.add("segue_cached_tokens_total", admission.cached)
         host.metrics.add("segue_decode_tokens_total", n)
         if n == 0:

@@ -389,7 +389,7 @@ class NodeShell:
                 "session": self._session,
                 "version": self._engine.version,
                 "counts": self.counts(),
-                "prefill_seconds": self._ledger.seconds(self._engine.counts()),
+                "prefill_seconds": dict(self._ledger.seconds),
                 "states": self._activity.seconds(),
             }
         )

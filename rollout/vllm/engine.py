@@ -314,7 +314,8 @@ class VllmEngine:
 
     def _admitted(self, admitted: Admitted, step: Step) -> None:
         sequence = self._inside.get(admitted.request)
-        if sequence is None:
+        if sequence is None or sequence.given_up:
+            self._meter.unclaimed_tokens += admitted.prefilled
             return
         note = self._lineages.again if admitted.again else self._lineages.first
         version = self._number(step.version)

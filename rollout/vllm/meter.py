@@ -10,12 +10,14 @@ from segue.ports.engine import EngineCounts
 
 @dataclass(slots=True)
 class Meter:
-    """Totals. `load_seconds` went into loading weights."""
+    """Totals. `load_seconds` went into loading weights; `unclaimed_tokens` of the prefilled ones were for requests that nobody
+    waited for any more, when vLLM did not know that yet."""
 
     prefill_tokens: int = 0
     cached_tokens: int = 0
     decode_tokens: int = 0
     scored_tokens: int = 0
+    unclaimed_tokens: int = 0
     preemptions: int = 0
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -25,7 +27,7 @@ class Meter:
     def step(self, record: StepRecord, decoded: int) -> None:
         """A step in which `decoded` tokens were sampled."""
         self.prefill_tokens += record.prefill_tokens
-        self.cached_tokens += sum(admitted.cached for admitted in record.admitted)
+        self.cached_tokens += record.cached_tokens
         self.decode_tokens += decoded
         self.preemptions += record.preemptions
         self.step_seconds += record.seconds
@@ -46,4 +48,5 @@ class Meter:
             preemptions=self.preemptions,
             evictions=evictions,
             scored_tokens=self.scored_tokens,
+            unclaimed_tokens=self.unclaimed_tokens,
         )

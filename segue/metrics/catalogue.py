@@ -217,6 +217,13 @@ _ROLLOUT = (
         "Context tokens computed, by cause; weight_update, migration, preemption and eviction are repeats.",
         Label("cause", words.PREFILL_CAUSES),
     ),
+    _counter(
+        "segue_prefill_seconds_total",
+        "seconds",
+        ("rollout",),
+        "Engine seconds that these tokens took, at the node's measured prefill speed; sums to the engine's prefill seconds.",
+        Label("cause", words.PREFILL_CAUSES),
+    ),
     _counter("segue_engine_prefill_tokens_total", "tokens", ("rollout",), "Context tokens computed, as the engine counts them."),
     _counter("segue_cached_tokens_total", "tokens", ("rollout",), "Context tokens found in the KV cache."),
     _counter("segue_decode_tokens_total", "tokens", ("rollout",), "Tokens sampled."),

@@ -97,7 +97,8 @@ class Chunk(msgspec.Struct, frozen=True):
 class EngineCounts(msgspec.Struct, frozen=True):
     """Totals since start. `prefill_tokens` is the engine's own count of context tokens it computed outside decoding.
 
-    `scored_tokens` are those that `score` was asked about; they are in none of the other token counts.
+    `scored_tokens` are those that `score` was asked about; they are in none of the other token counts. `unclaimed_tokens` of the
+    prefilled ones are in no chunk: they were computed for a request after its last chunk, before it was gone from the engine.
     """
 
     prefill_tokens: int
@@ -111,6 +112,7 @@ class EngineCounts(msgspec.Struct, frozen=True):
     preemptions: int
     evictions: int
     scored_tokens: int = 0
+    unclaimed_tokens: int = 0
 
 
 class EngineDead(Exception):
