@@ -314,6 +314,7 @@ class NodeShell:
             del self._running[loop]
             if not self._running:
                 self._activity.begin("wait_admission")
+                self.counts()  # nothing is under way: what is exported now adds up
             if self._loops.get(loop.lease.episode) is loop:
                 del self._loops[loop.lease.episode]
         if loop.dropped == ORDERED:

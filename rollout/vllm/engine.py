@@ -110,6 +110,11 @@ class VllmEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def dead(self) -> bool:
+        """Whether the engine is gone: every call raises `EngineDead`."""
+        return self._dead is not None
+
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
