@@ -48,8 +48,8 @@ class Ledger:
     def settle(self, counts: EngineCounts) -> None:
         """Charge the engine's prefill seconds since the last time to the tokens it computed since then, each the same.
 
-        So a cause is charged at the speed the node had when it occurred, and totals never decrease. Tokens whose chunk is still on
-        its way keep their seconds until it is booked; then all sum to the engine's own prefill seconds.
+        So a cause is charged at the speed the node had when it occurred, and totals never decrease. Tokens whose chunk is still
+        on its way keep their seconds until it is booked; then all sum to the engine's own prefill seconds.
         """
         if counts.unclaimed_tokens > self._unclaimed:  # of a request that had ended for us and got its slot back in the engine
             self.prefilled["preemption"] += counts.unclaimed_tokens - self._unclaimed

@@ -107,13 +107,14 @@ class NodeShell:
             sync_metrics=sync_metrics,
             clock=sync_clock,
             activity=activity,
+            keeps=config.update.inflight == "keep",
             probe_tolerance=config.weightsync.probe_tolerance if config.weightsync.probe_tokens else None,
             emit=self._emit,
             spawn=self._tasks.spawn,
         )
         self._host = Host(
             config=config.rollout,
-            keep_kv=config.update.inflight == "keep",
+            keeps=lambda: self._updater.keeps,
             engine=engine,
             renderer=renderer,
             env=self._env,

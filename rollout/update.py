@@ -49,6 +49,7 @@ class NotLoaded(Exception):
 class Updater:
     """See the module. `metrics` are the rollout node's, `sync_metrics` and `clock` those of its weightsync target.
 
+    `keeps`: requests go on with the KV they have; it is the newest update's `inflight` that says so.
     `probe_tolerance` (nats) is how far an engine may be from the learner's probe; None: there are no probes.
     """
 
@@ -64,6 +65,7 @@ class Updater:
         clock: StateClock,
         activity: ActivityClock,
         probe_tolerance: float | None,
+        keeps: bool,
         emit: Callable[[NodeEvent, bool], None],
         spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
@@ -76,6 +78,7 @@ class Updater:
         self._clock = clock
         self._activity = activity
         self._tolerance = probe_tolerance
+        self.keeps = keeps
         self._largest_gap = 0.0
         self._emit = emit
         self._spawn = spawn
@@ -226,6 +229,7 @@ class Updater:
         engine, version = self._engine, order.transfer.version
         self._epoch += 1
         epoch, first = self._epoch, engine.version == NO_VERSION
+        kept, self.keeps = self.keeps, order.inflight == "keep"
         self._gate.set(Level.CLOSED)
         self._paused = True
         if not first:
@@ -240,6 +244,7 @@ class Updater:
                 try:
                     await engine.load(version, staged)
                 except ValueError as error:  # nothing has changed; whatever else is raised leaves the engine paused for good
+                    self.keeps = kept
                     await engine.resume(epoch)
                     raise NotLoaded("load", f"version {version} does not fit: {error}") from error
                 self._sync.observe("segue_weight_sync_seconds", now() - idle, phase="load")

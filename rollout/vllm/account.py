@@ -3,9 +3,9 @@
 Pure: told of each step what vLLM scheduled and when. A request of n tokens has a context of n − 1 to be filled, cached +
 prefilled; its last token is fed to sample the next one and counts as decoded.
 
-Two counts that share nothing but the step: per request, from what the scheduler gave each (`admit`, `scheduled`); and in all, from
-what the workers did (`computed`): each token of a step that did not sample was context. The first is what the ledger gives causes
-to, the second is the engine's own count, and the one must sum to the other.
+Two counts that share nothing but the step: per request, from what the scheduler gave each (`admit`, `scheduled`); and in all,
+from what the workers did (`computed`): each token of a step that did not sample was context. The first is what the ledger gives
+causes to, the second is the engine's own count, and the one must sum to the other.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Account:
             self._step.admitted.append(Admitted(request, filling.cached, filling.prefilled, filling.again))
 
     def looked_up(self, cached: int, refilled: int) -> None:
-        """By vLLM's own prefix statistics: tokens found again by those just admitted, and to be filled anew by those preempted."""
+        """By vLLM's own prefix statistics: tokens found again by those just admitted, and to be filled anew by those
+        preempted."""
         self._step.cached_tokens += cached
         self._step.refilled_tokens += refilled
 

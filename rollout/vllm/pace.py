@@ -1,10 +1,10 @@
 """How a step's seconds divide between filling contexts and decoding, where one step does both. Pure.
 
 A step that fills P context tokens and samples in R rows is taken to last a + b·P + c·R seconds. The three are fitted by least
-squares to the steps so far, older ones counting less (by half after `HALF_LIFE` steps), none of them negative. A step without rows
-is all prefill, one without context tokens all decoding, and of one with both the prefill's share is b·P out of what the fit says:
-the fixed part a goes to decoding, which would have paid it anyway. So the two always sum to the seconds measured, and an error of
-the fit moves seconds of mixed steps only. docs/reprefill.md says how large that error is.
+squares to the steps so far, older ones counting less (by half after `HALF_LIFE` steps), none of them negative. A step without
+rows is all prefill, one without context tokens all decoding, and of one with both the prefill's share is b·P out of what the
+fit says: the fixed part a goes to decoding, which would have paid it anyway. So the two always sum to the seconds measured, and
+an error of the fit moves seconds of mixed steps only. docs/reprefill.md says how large that error is.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Admitted:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step. `ended`: requests that were aborted and are gone. Seconds: of the step, of its prefill's share (`rollout.vllm.pace`),
-    and of a step that scored (none of the others).
+    """One step. `ended`: requests that were aborted and are gone. Seconds: of the step, of its prefill's share
+    (`rollout.vllm.pace`), and of a step that scored (none of the others).
 
     `prefill_tokens` is what the workers computed beyond one token per row that sampled; `cached_tokens` and `refilled_tokens` (of
     preempted requests, all they had to fill anew, the last one included) are vLLM's own prefix statistics.

@@ -1,8 +1,9 @@
 """vLLM's scheduler, with books and with a lane of its own for scoring. Runs in vLLM's core process; named in `scheduler_cls`.
 
-vLLM tells per request only the first admission's cached tokens, and of preempted requests nothing at all; here every admission is
-written down as it is scheduled. What a step computed in all is counted apart, from what the workers sampled (`account.py`). And a paused vLLM computes nothing: a request whose id begins with `SCORE_PREFIX` is run although
-all others stand still, on blocks of KV that are kept for that alone.
+vLLM tells per request only the first admission's cached tokens, and of preempted requests nothing at all; here every admission
+is written down as it is scheduled. What a step computed in all is counted apart, from what the workers sampled (`account.py`).
+And a paused vLLM computes nothing: a request whose id begins with `SCORE_PREFIX` is run although all others stand still, on
+blocks of KV that are kept for that alone.
 
 vLLM does not promise this interface: whatever of it is used is used here, in `core.py`, `worker.py` and `transfer.py` alone.
 """

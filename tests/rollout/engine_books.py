@@ -2,7 +2,7 @@
 was computed, by the engine's own count and by one that shares nothing with it.
 
 A `Books` stands between a test and its engine. It gives each chunk's admissions to a ledger, as an episode loop would, and keeps
-hold of what never reached a consumer (a test may cancel one). `balance` is called when the engine is idle, at the end of the test.
+hold of what never reached a consumer (a test may cancel one). `balance` is called when the engine is idle, at the end.
 """
 
 from __future__ import annotations
