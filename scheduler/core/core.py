@@ -257,13 +257,13 @@ class SchedulerCore:
         )
 
     def _pressing(self) -> bool:
-        """Whether something waits for weights that the nodes do not have, although one of them has room (all that may begin has
-        begun): an episode that must not go back to older ones, an evaluation, or the groups of a batch that the learner waits
-        for."""
+        """Whether something waits for newer weights than the nodes have: an evaluation, an episode that must not go back to older
+        ones, or the learner, whose next batch needs groups that may not begin under these (a node has room, and all that may
+        begin has begun)."""
         t, progress = self.tables, self.progress
-        if t.nodes.least_loaded(0) is None:
-            return False
-        return t.waiting.count > 0 or (progress.formed == progress.trained and self.admission.open(None))
+        if t.waiting.beyond(max(t.nodes.running, default=0)):
+            return True
+        return progress.formed == progress.trained and self.admission.open(None) and t.nodes.least_loaded(0) is not None
 
     # --- for the shell --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ One is never held back
 
 - when the nodes are η steps behind it (the step published to nodes is never more than η behind the learner's),
 - when the learner has no batch ahead and no group may begin under the weights that the nodes have (holding it would stall both),
-- when an evaluation waits for it, or it is of no later step than the nodes' (the learner went back to a checkpoint).
+- when an evaluation, or an episode that was sampled under newer weights, waits for it,
+- when it is of no later step than that of the nodes: the learner went back to a checkpoint.
 
 An update that goes out over the budget shows that coalescing is not enough: it takes the next cheaper way across, of those that
 `update.budget_inflight` allows, and so do the ones after it until the share has fallen to `EASE` of the budget. Pure.
