@@ -1,15 +1,15 @@
 """What weight updates cost in re-prefilled tokens: the closed form of docs/reprefill.md against whole runs.
 
-    python -m benchmarks.reprefill [--json FILE] [--workloads short spread heavy] [--engine embedded] python -m
-    benchmarks.reprefill --workloads shared waits        where the closed form needs a correction python -m benchmarks.reprefill
-    --policy [--config configs/quickstart.toml] [--repeats 1]     update.policy every against budget
+    python -m benchmarks.reprefill [--json FILE] [--workloads short spread heavy] [--engine embedded]
+    python -m benchmarks.reprefill --workloads shared waits     where the closed form needs a correction
+    python -m benchmarks.reprefill --policy [--repeats 1]       update.policy: every against budget
 
 Each workload is a run of `segue train configs/latency.toml` with all its processes, as a user would start it, with other
 lengths, concurrency and batch. KV is dropped at every update (`recompute`). Between two steps of the run the benchmark reads
 what the nodes export: context tokens computed again because of updates, per trained token. The prediction is made of what the
-same window says about its workload: episodes at work C (Little's law: the sum of the durations of finished episodes over the
-window's length), trained episodes per update B, and prompt P, length L after it, its coefficient of variation and the sampled
-part of it from the learner's batches. Nothing is fitted.
+same window says about its workload, and nothing is fitted: episodes under way C (between their first and their last token: the
+time that all of them together sampled and waited between turns, over the window's length), trained episodes per update B, and,
+from the learner's batches, prompt P, length L after it, its coefficient of variation and the part of it that was sampled.
 
 A workload passes if measured over predicted is within 10 % of 1. `shared` and `waits` break an assumption each; for them the
 ratio to the corrected prediction is what is judged.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
-from benchmarks.watched import Scrape, Watched, grown, total, train
+from benchmarks.watched import Watched, grown, train
 from segue.config import load_config
 from segue.errors import RunFailed, UserError
 from segue.metrics.vocabulary import PREFILL_CAUSES
@@ -60,9 +60,9 @@ COMMON: dict[str, Any] = {
     "staleness.max_age": 8,
     "data.prefetch": 1,
     "rollout.nodes": 1,
-    "rollout.max_turn_tokens": 40,
+    "rollout.max_turn_tokens": 80,
     "rollout.max_turns": 16,
-    "rollout.max_tokens": 1024,
+    "rollout.max_tokens": 2048,
     "learner.lr": 1e-6,
     "envpool.workers": 1,
     "envpool.instances": 64,
@@ -116,7 +116,7 @@ WORKLOADS = {
             "task.args.mean": 1.5,
             "task.args.turns_min": 3,
             "task.args.turns_max": 9,
-            "rollout.max_turn_tokens": 20,
+            "rollout.max_turn_tokens": 40,
             "task.args.prompt_words": 10,
         },
     ),
@@ -133,15 +133,13 @@ def predicted(*, concurrent: float, per_update: float, cv: float, prompt: float,
     return concurrent / per_update * ((1 + cv**2) / 2 + prompt / length) * length / sampled
 
 
-def waits_factor(generate: float, wait: float, interval: float, turns: float) -> float:
-    """Which share of the dropped contexts is ever computed again, where episodes wait for their environment.
+def waits_factor(generate: float, wait: float, interval: float) -> float:
+    """Which share of the dropped contexts is computed again, where episodes wait `wait` seconds for every `generate` they sample.
 
-    In a turn of `generate` + `wait` seconds an update at a time of its own every `interval` drops the context (g + w)/T times.
-    Each drop while it generates is paid. Those in a wait are paid once together, when the next turn begins, and not at all in
-    the last of `turns` waits: g/T + min(1, w/T)·(1 − 1/turns).
+    With an update every `interval` an episode's context is dropped (g + w)/T times per turn. Each drop while it samples is paid;
+    those in one wait are paid once together, when the next turn begins: g/T + min(1, w/T).
     """
-    dropped = (generate + wait) / interval
-    return (generate / interval + min(1.0, wait / interval) * (1.0 - 1.0 / turns)) / dropped
+    return (generate + min(interval, wait)) / (generate + wait)
 
 
 def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, Any]:
@@ -159,7 +157,12 @@ def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, An
     updates = here[-1]["updates"] - watched.lines[first - 1]["updates"]
     length, prompt = mean("after_prompt_tokens"), mean("prompt_tokens")
     cv = math.sqrt(max(0.0, mean("after_prompt_tokens_squared") / length**2 - 1))
-    concurrent = grown(before, after, "scheduler", "segue_episode_duration_seconds_sum") / seconds
+    generating = grown(before, after, "rollout", "segue_turn_generate_seconds_sum")
+    turns = grown(before, after, "rollout", "segue_turn_generate_seconds_count")
+    waits = grown(before, after, "envpool", "segue_env_step_seconds_sum")
+    ended = grown(before, after, "scheduler", "segue_episode_duration_seconds_count")
+    between = waits * (1 - ended / turns)  # the last one of an episode leads nowhere
+    concurrent = (generating + between) / seconds
     made_of = {
         "concurrent": concurrent,
         "per_update": episodes / updates,
@@ -170,16 +173,9 @@ def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, An
     }
     again = grown(before, after, "rollout", "segue_prefill_tokens_total", cause="weight_update")
     phi, measured = predicted(**made_of), again / trained
-    turn = _mean_observed(before, after, "rollout", "segue_turn_generate_seconds")
-    wait = _mean_observed(before, after, "envpool", "segue_env_step_seconds")
-    turns = _observed(before, after, "rollout", "segue_turn_generate_seconds") / max(
-        1.0, _observed(before, after, "scheduler", "segue_episode_duration_seconds")
-    )
-    corrected = (
-        predicted(**{**made_of, "prompt": prompt / group})
-        if group > 1
-        else phi * waits_factor(turn, wait, seconds / updates, turns)
-    )
+    corrected = phi * waits_factor(generating / turns, between / turns, seconds / updates)
+    if group > 1:
+        corrected = predicted(**{**made_of, "prompt": prompt / group})
     return {
         "predicted": phi,
         "measured": measured,
@@ -193,21 +189,13 @@ def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, An
         "reprefill_seconds": grown(before, after, "rollout", "segue_prefill_seconds_total", cause="weight_update"),
         "trained_tokens": trained,
         "masked_age": sum(line["tokens_masked_age"] for line in here),
-        "turn_generate_seconds": turn,
-        "env_step_seconds": wait,
+        "leased": grown(before, after, "scheduler", "segue_episode_duration_seconds_sum") / seconds,
+        "turns": turns / ended,
+        "turn_generate_seconds": generating / turns,
+        "env_step_seconds": waits / turns,
         "update_interval_seconds": seconds / updates,
         "coalesced": here[-1]["updates_coalesced"] - watched.lines[first - 1]["updates_coalesced"],
-        "sum_is_the_engines": total(after, "rollout", "segue_prefill_tokens_total")
-        == total(after, "rollout", "segue_engine_prefill_tokens_total"),
     }
-
-
-def _observed(before: Scrape, after: Scrape, role: str, name: str) -> float:
-    return grown(before, after, role, f"{name}_count")
-
-
-def _mean_observed(before: Scrape, after: Scrape, role: str, name: str) -> float:
-    return grown(before, after, role, f"{name}_sum") / max(1.0, _observed(before, after, role, name))
 
 
 def measure(name: str, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -289,6 +277,16 @@ def compare(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return {"policy": runs, "budget": args.budget, "window": args.window}
 
 
+def told(name: str, run: Mapping[str, Any]) -> str:
+    """One workload on the console."""
+    of = run["made_of"]
+    return (
+        f"{name:>7}: predicted {run['predicted']:.3f}, measured {run['measured']:.3f} re-prefilled tokens per trained token, ratio "
+        f"{run['ratio']:.3f} (corrected {run['ratio_corrected']:.3f}); C/B {run['c_over_b']:.2f}, cv {of['cv']:.2f}, P/E[L] "
+        f"{of['prompt'] / of['length']:.2f}, E[L] {of['length']:.0f}"
+    )
+
+
 # --- the command --------------------------------------------------------------------------------------------------------------
 
 
@@ -325,12 +323,7 @@ def main() -> int:
                 judged = run["ratio_corrected" if name in BROKEN else "ratio"]
                 if abs(judged - 1) > TOLERANCE:
                     failed.append(name)
-                print(
-                    f"{name:>7}: predicted {run['predicted']:.3f}, measured {run['measured']:.3f} re-prefilled tokens per "
-                    f"trained token (ratio {run['ratio']:.3f}; corrected {run['ratio_corrected']:.3f}), C/B {run['c_over_b']:.2f}, "
-                    f"cv {run['made_of']['cv']:.2f}, P/E[L] {run['made_of']['prompt'] / run['made_of']['length']:.2f}",
-                    flush=True,
-                )
+                print(told(name, run), flush=True)
             ratios = [run["ratio"] for name, run in found["workloads"].items() if name not in BROKEN]
             found["worst"] = max((abs(ratio - 1) for ratio in ratios), default=None)
     except (RunFailed, UserError) as error:
@@ -339,10 +332,10 @@ def main() -> int:
     finally:
         if args.keep is None:
             shutil.rmtree(scratch, ignore_errors=True)
-    told = result.document(
-        "reprefill", found, seeds=[args.seed], arguments=vars(args), packages=("torch", "transformers", "ray"), where=where
+    packages = ("torch", "transformers", "ray")
+    result.write(
+        args.json, result.document("reprefill", found, seeds=[args.seed], arguments=vars(args), packages=packages, where=where)
     )
-    result.write(args.json, told)
     if failed:
         print(f"More than {TOLERANCE:.0%} off: {', '.join(failed)}.", file=sys.stderr)
     return 1 if failed else 0
