@@ -25,7 +25,7 @@ from rollout.probe import check_gap, largest_gap
 from segue.clock import now
 from segue.metrics import ActivityClock, Metrics, StateClock
 from segue.ports.engine import Engine, EngineDead, PauseMode
-from segue.ports.scheduler import AbandonUpdate, BeginUpdate, Loaded, LoadFailed, NodeEvent
+from segue.ports.scheduler import AbandonUpdate, BeginUpdate, Loaded, LoadFailed, NodeEvent, node_of
 from segue.trajectory import NO_VERSION
 
 if TYPE_CHECKING:
@@ -183,9 +183,10 @@ class Updater:
     async def _stage(self, order: BeginUpdate, deadline: float) -> StagedWeights:
         """Receive the weights while the engine goes on. Whatever the receiver raises, the old weights are untouched."""
         transfer = order.transfer
-        if self._name not in transfer.members:
+        places = [place for place, member in enumerate(transfer.members) if node_of(member) == self._name]
+        if not places:
             raise NotLoaded("transfer", f"{self._name} is no member of transfer {transfer.transfer}")
-        rank = transfer.members.index(self._name) + 1
+        rank = places[0] + 1
         self._clock.enter("transfer")
         self._sync.set("segue_weight_sync_started_timestamp_seconds", time.time())
         try:

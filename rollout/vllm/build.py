@@ -30,9 +30,13 @@ def engine_arguments(
     dtype: str,
     device: str,
     seed: int,
+    worker_extension: str,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """vLLM's engine arguments: those that Segue needs, defaults for the rest, and over them the user's own (`given`, checked).
+
+    `worker_extension` is the dotted name of a subclass of `rollout.vllm.worker.Extension` whose module registers the
+    weight-transfer backend "segue".
 
     Raises `UserError` for a model or KV memory that cannot work.
     """
@@ -54,7 +58,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "scheduling_policy": "priority",
         "scheduler_cls": f"rollout.vllm.scheduler.{scheduler}",
-        "worker_extension_cls": "rollout.vllm.worker.Extension",
+        "worker_extension_cls": worker_extension,
         "weight_transfer_config": {"backend": "segue"},
         "additional_config": {SETTINGS: {"score_tokens": score_tokens}},
     }
@@ -85,12 +89,14 @@ def build_engine(
     score_tokens: int,
     dtype: str,
     device: str,
+    worker_extension: str,
     seed: int = 0,
     threads: int = 1,
     tokenizer: Any = None,
     engine_args: Mapping[str, Any] | None = None,
 ) -> VllmEngine:
-    """An engine that is ready to be started. `score_tokens`: of the longest sequence that is ever scored. Raises `UserError`."""
+    """An engine that is ready to be started. `score_tokens`: of the longest sequence that is ever scored; `worker_extension`: see
+    `engine_arguments`. Raises `UserError`."""
     given = dict(engine_args or {})
     check_arguments(given)
     config = open_config(path, max_tokens)
@@ -103,6 +109,7 @@ def build_engine(
         dtype=dtype,
         device=device,
         seed=seed,
+        worker_extension=worker_extension,
         given=given,
     )
     set_environment(device, threads)

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 from vllm import SamplingParams
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -167,11 +167,20 @@ class Core:
     async def resume(self) -> None:
         await self.llm.resume_generation()
 
-    async def load(self, version: int, handover: Handover) -> None:
-        """Swap weights while paused. After any exception they may be mixed."""
+    async def connect_workers(self, info: dict[str, Any]) -> None:
+        """Set up the weight-transfer backend of every worker."""
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def load_staged(self, version: int, transfer: int) -> None:
+        """Swap in what the workers hold of a transfer, while paused. After any exception weights may be mixed."""
         await self.llm.start_weight_update()
-        info = {"path": handover.path, "size": handover.size, "plan": handover.plan}
-        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"transfer": transfer}))
+        await self.llm.finish_weight_update(str(version))
+
+    async def load_handover(self, version: int, handover: Handover) -> None:
+        """The same with weights that lie in this process."""
+        await self.llm.start_weight_update()
+        await self.llm.collective_rpc("segue_load_handover", args=(handover.path, handover.size, handover.plan))
         await self.llm.finish_weight_update(str(version))
 
     # --- the end ----------------------------------------------------------------------------------------------------

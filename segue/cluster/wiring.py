@@ -212,7 +212,7 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
     if tokenizer is None:
         raise UserError(f"The model folder {spec.model_path} has no tokenizer: add its tokenizer files.")
     engine = _engine(spec, config, device, compute, tokenizer)
-    receiver = _receiver(spec, config, place, sync_metrics, device)
+    receiver = _receiver(spec, config, place, sync_metrics, device, engine)
     shell = NodeShell(
         config,
         spec.name,
@@ -245,6 +245,7 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
             threads=rollout.threads,
             tokenizer=tokenizer,
             engine_args=rollout.engine_args,
+            worker_extension="segue.cluster.vllm_worker.Extension",
         )
     from rollout.embedded import EmbeddedEngine
 
@@ -273,15 +274,19 @@ def _expected(path: str, config: Config) -> dict[str, Any]:
     return support.meta_tensors(support.open_config(path, max_tokens), dtype)
 
 
-def _receiver(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, device: str) -> Any:
+def _receiver(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, device: str, engine: Any) -> Any:
     from weightsync.local import LocalReceiver
     from weightsync.manifest import layout
     from weightsync.receiver import TorchReceiver
+    from weightsync.workers import WorkersReceiver
 
     expected = layout(_expected(spec.model_path, config))
     if place.hub is not None:
         return LocalReceiver(place.hub, spec.name, metrics, model_name=POLICY, expected=expected)
     backend = config.weightsync.backend
+    if config.rollout.engine == "vllm":  # its workers are processes of their own, which receive for themselves
+        ranks, connect = config.rollout.ranks, engine.connect_workers
+        return WorkersReceiver(spec.name, connect, metrics, ranks=ranks, backend=backend, model_name=POLICY, expected=expected)
     buffers = device if backend == "nccl" else "cpu"
     return TorchReceiver(spec.name, backend, buffers, metrics, model_name=POLICY, expected=expected)
 

@@ -97,7 +97,8 @@ class Chunk(msgspec.Struct, frozen=True):
 class EngineCounts(msgspec.Struct, frozen=True):
     """Totals since start. `prefill_tokens` is the engine's own count of context tokens it computed outside decoding.
 
-    `scored_tokens` are those that `score` was asked about; they are in none of the other token counts.
+    `scored_tokens` are those that `score` was asked about; they are in none of the other token counts. `discarded_tokens` are in
+    `decode_tokens` and reached nobody: sampled beyond a stop string, or for a consumer that was gone.
     """
 
     prefill_tokens: int
@@ -111,6 +112,7 @@ class EngineCounts(msgspec.Struct, frozen=True):
     preemptions: int
     evictions: int
     scored_tokens: int = 0
+    discarded_tokens: int = 0
 
 
 class EngineDead(Exception):

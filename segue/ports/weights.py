@@ -58,6 +58,22 @@ class StagedWeights(Protocol):
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
 
+class WorkerWeights:
+    """Weights that the engine's worker processes hold, arrived and verified there: a handle, by the transfer they came in.
+
+    Who made it is told when nobody holds it any more (`weakref.finalize`), and lets the workers' memory go.
+    """
+
+    def __init__(self, version: int, manifest: Manifest, transfer: int) -> None:
+        self.version = version
+        self.manifest = manifest
+        self.transfer = transfer
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """There are none in this process."""
+        raise AssertionError("these weights are in the engine's workers: load them there")
+
+
 class WeightSender(Protocol):
     """Rank 0 of the learner: keeps the newest published weights and broadcasts them; its own thread does the sending.
 
@@ -81,7 +97,10 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """One engine's end. `stage` returns when everything arrived and its checksums hold, or raises `TransferFailed`."""
+    """One engine's end. `stage` returns when everything arrived and its checksums hold, or raises `TransferFailed`.
+
+    `rank` is that of the node's first member; others follow it (`segue.ports.scheduler.members_of`).
+    """
 
     async def stage(self, transfer: Transfer, rank: int) -> StagedWeights: ...
 

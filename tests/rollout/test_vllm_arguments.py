@@ -57,7 +57,15 @@ def build(folder: Path, given: dict[str, Any] | None = None, head: int = 32, dev
     if not path.is_dir():
         save(tiny(0, hidden_size=2 * head, num_attention_heads=2, num_key_value_heads=1, head_dim=head), path)
     config = open_config(str(path), 200)
-    options: dict[str, Any] = {"slots": 4, "max_tokens": 200, "score_tokens": 64, "dtype": "float32", "device": device, "seed": 3}
+    options: dict[str, Any] = {
+        "slots": 4,
+        "max_tokens": 200,
+        "score_tokens": 64,
+        "dtype": "float32",
+        "device": device,
+        "seed": 3,
+        "worker_extension": "x.Extension",
+    }
     return engine_arguments(str(path), config, given=given or {}, **options)
 
 

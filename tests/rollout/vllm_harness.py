@@ -22,6 +22,7 @@ from segue.ports.weights import StagedWeights
 SLOTS, MAX_TOKENS = 4, 200
 KV_BYTES = 2 * 2 * 32 * 4
 """Of a token: keys and values, two layers, one head of 32, float32."""
+EXTENSION = "segue.cluster.vllm_worker.Extension"
 SHORT_BLOCKS = 20
 """Blocks of the core with tied embeddings, those that scoring keeps included: two long contexts fit, four do not."""
 SIZES: dict[str, Any] = {
@@ -75,6 +76,7 @@ class Cores:
                 dtype="float32",
                 device="cpu",
                 seed=0,
+                worker_extension=EXTENSION,
                 given={"kv_cache_memory_bytes": SHORT_BLOCKS * 32 * KV_BYTES} if tied else {},
             )
             core = self._cores[tied] = Core(arguments)
