@@ -1,4 +1,4 @@
-"""Workers that receive for themselves: a node's `WorkersReceiver`, and the workers' ends in threads of this process, over real sockets."""
+"""Workers that receive for themselves: a node's `WorkersReceiver`, and the ends of its workers in threads of this process."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_other_shapes_are_one_sentence_and_nothing_is_sent() -> None:
 
 
 async def test_what_nobody_wants_any_more_is_let_go() -> None:
-    """A handle that was dropped, a staging that was cancelled: neither can be loaded, and the next transfer is as good as ever."""
+    """A handle that was dropped, a staging that was cancelled: neither can be loaded, and the next transfer is as good."""
     async with world() as (sender, engine):
         _, handle = await both(sender, engine, transfer_to(sender.address, ["n0"], number=0, step=0))
         assert isinstance(handle, WorkerWeights)
