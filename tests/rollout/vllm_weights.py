@@ -32,7 +32,8 @@ def make_sender(bucket_bytes: int = 16384, roll_call_seconds: float = 1.0) -> To
 class SentReceiver:
     """A node's receiver; each `stage` has its weights published and sent to it.
 
-    `published(version)` are the weights, and their probe if there is one. `expected` is what the workers take the model to be; None: what is published for version 0.
+    `published(version)` are the weights, and their probe if there is one. `expected` is what the workers take the model to be;
+    None: what is published for version 0.
     """
 
     def __init__(
