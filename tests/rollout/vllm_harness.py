@@ -22,7 +22,8 @@ from segue.ports.weights import StagedWeights
 SLOTS, MAX_TOKENS = 4, 200
 KV_BYTES = 2 * 2 * 32 * 4
 """Of a token: keys and values, two layers, one head of 32, float32."""
-EXTENSION = "segue.cluster.vllm_worker.Extension"
+EXTENSION = "vllm_faults.FaultyExtension"
+"""The real one, and a switch."""
 SHORT_BLOCKS = 20
 """Blocks of the core with tied embeddings, those that scoring keeps included: two long contexts fit, four do not."""
 SIZES: dict[str, Any] = {
