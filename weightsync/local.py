@@ -111,6 +111,10 @@ class LocalSender:
         self._gauges = Gauges(metrics, clock)
         self._turns = SenderTurns()
 
+    def share(self, named: Mapping[str, torch.Tensor]) -> set[str]:
+        """All names: there is one source."""
+        return self.shelf.share(named)
+
     def publish(self, step: int, named: Mapping[str, torch.Tensor], probe: Probe | None = None) -> Manifest:
         """Copy the full weights of `step` aside."""
         with self._gauges.gathering():
@@ -197,7 +201,7 @@ class _LocalSending:
     def _copy(self, kept: Kept) -> None:
         """Every member gets buffers of its own, as from a broadcast."""
         for name, seat in self._seats.items():
-            buckets = [bucket.clone() for bucket in kept.buckets]
+            buckets = [kept.bucket(number).clone() for number in kept.mine]
             checksums = [checksum(bucket) for bucket in buckets]
             try:
                 check_ties(kept.manifest, seat.expected, buckets)

@@ -19,6 +19,7 @@ from segue.ports.weights import TransferFailed
 from weightsync.crew import Abandoned, Crew
 from weightsync.group import Groups, check_backend
 from weightsync.manifest import Layout
+from weightsync.memory import Landing
 from weightsync.staged import Staged
 from weightsync.staging import Receiving, Staging
 from weightsync.turns import ReceiverTurns, failure_sentence
@@ -51,7 +52,7 @@ class TorchReceiver:
     ) -> None:
         check_backend(backend)
         self.member_name = member_name
-        self._means = Receiving(member_name, model_name, expected, Groups(), backend, torch.device(device))
+        self._means = Receiving(member_name, model_name, expected, Groups(), backend, Landing(torch.device(device)))
         self._metrics = metrics
         self._crew = Crew("weightsync-receive")
         self._roll_call_seconds = roll_call_seconds

@@ -278,7 +278,7 @@ async def test_a_damaged_bucket_is_found_and_nobody_gets_it(fleet: Fleet) -> Non
     with fleet.sender.shelf.pinned(0) as kept:
         assert kept is not None
         kept.checksums()  # of the bytes as published
-        kept.buckets[2][5] ^= 1
+        kept.bucket(2)[5] ^= 1
     result, ends = await fleet.run(["n0", "n1"], number=0, step=0)
     assert not result.ok and result.missing == []
     assert "bucket 2 arrived damaged at n0" in result.reason and "bucket 2 arrived damaged at n1" in result.reason
