@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollout.model_config import meta_model
 from rollout.vllm.arguments import check_arguments
 from rollout.vllm.environment import set_environment
-from rollout.vllm.expected import HEAD_SIZES_ON_CPU, head_size, kv_bytes_per_token, meta_model, open_config
+from rollout.vllm.expected import HEAD_SIZES_ON_CPU, head_size, kv_bytes_per_token, open_config
 from rollout.vllm.record import SETTINGS
 from segue.errors import UserError
 
@@ -94,6 +95,7 @@ def build_engine(
     threads: int = 1,
     tokenizer: Any = None,
     engine_args: Mapping[str, Any] | None = None,
+    start_seconds: float = 600.0,
 ) -> VllmEngine:
     """An engine that is ready to be started. `score_tokens`: of the longest sequence that is ever scored; `worker_extension`: see
     `engine_arguments`. Raises `UserError`."""
@@ -117,7 +119,7 @@ def build_engine(
     from rollout.vllm.engine import VllmEngine
 
     return VllmEngine(
-        Core(arguments),
+        Core(arguments, start_seconds),
         meta_model(config, dtype),
         slots=slots,
         max_tokens=max_tokens,

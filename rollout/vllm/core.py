@@ -29,11 +29,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout.vllm.handover import Handover
 from rollout.vllm.record import EXTRA, StepRecord
+from rollout.vllm.starting import Printed, cause_of, first_words, not_started
 
 log = logging.getLogger(__name__)
 
 END_SECONDS = 3.0
 """Processes that have not ended so long after they were told to are killed: vLLM's often take longer than that to clean up."""
+
+INSTALL_SECONDS = 60.0
+"""For a worker that has just started to answer."""
 
 
 @dataclass(slots=True)
@@ -66,9 +70,10 @@ class _Llm(AsyncLLM):
 class Core:
     """One running vLLM. `start` and `stop` from one event loop; `on_step` and `on_death` are called on it."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """`arguments` are those of vLLM's `AsyncEngineArgs`."""
+    def __init__(self, arguments: dict[str, Any], start_seconds: float = 600.0) -> None:
+        """`arguments` are those of vLLM's `AsyncEngineArgs`; `start_seconds` is how long its start may take."""
         self._arguments = arguments
+        self._start_seconds = start_seconds
         self._llm: _Llm | None = None
         self._listener: asyncio.Task[None] | None = None
         self._processes: list[psutil.Process] = []
@@ -77,16 +82,28 @@ class Core:
         self.on_death: Callable[[str], None] = lambda why: None
 
     async def start(self) -> None:
-        """Start vLLM's processes. Raises what vLLM raises; in its words, the cause is in the log of the process that failed."""
-        before = set(_children())
+        """Start vLLM's processes. Raises `UserError` with the first cause if they do not start, or not in time."""
+        before, printed = set(_children()), Printed()
+        opening = asyncio.ensure_future(asyncio.to_thread(self._open))
         try:
-            self._llm = await asyncio.to_thread(self._open)
+            await asyncio.wait([opening], timeout=self._start_seconds)
         finally:
             self._processes = [process for process in _children() if process not in before]
+        if not opening.done():
+            opening.add_done_callback(lambda late: late.cancelled() or late.exception())
+            await asyncio.to_thread(self._end)  # which ends the thread's wait, too
+            late = f"it was not ready within {self._start_seconds:g} s"
+            raise not_started(cause_of(printed.read()) or late)
+        try:
+            self._llm = opening.result()
+        except Exception as error:
+            log.exception("vLLM did not start")
+            raise not_started(cause_of(printed.read()) or first_words(error)) from error
         self._listener = asyncio.get_running_loop().create_task(self._listen(), name="vllm-outputs")
-        problems = [problem for problem in await self.llm.collective_rpc("segue_install") if problem]
+        async with asyncio.timeout(INSTALL_SECONDS):
+            problems = [problem for problem in await self.llm.collective_rpc("segue_install") if problem]
         if problems:
-            raise RuntimeError(f"this vLLM cannot be used: {problems[0]}")
+            raise not_started(f"this vLLM cannot be used: {problems[0]}")
 
     def _open(self) -> _Llm:
         llm = _Llm.from_engine_args(AsyncEngineArgs(**self._arguments))

@@ -246,6 +246,7 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
             tokenizer=tokenizer,
             engine_args=rollout.engine_args,
             worker_extension="segue.cluster.vllm_worker.Extension",
+            start_seconds=0.9 * config.cluster.start_seconds,  # before the driver loses patience: the engine knows what it lacks
         )
     from rollout.embedded import EmbeddedEngine
 
@@ -265,12 +266,12 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
 def _expected(path: str, config: Config) -> dict[str, Any]:
     """The named tensors of the engine's model, on the meta device."""
     from rollout.embedded import support
+    from rollout.model_config import meta_model
     from rollout.vllm import expected
 
     max_tokens, dtype = config.rollout.max_tokens, config.rollout.dtype
     if config.rollout.engine == "vllm":
-        model = expected.meta_model(expected.open_config(path, max_tokens), dtype)
-        return dict(model.state_dict())
+        return dict(meta_model(expected.open_config(path, max_tokens), dtype).state_dict())
     return support.meta_tensors(support.open_config(path, max_tokens), dtype)
 
 

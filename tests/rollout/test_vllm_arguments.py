@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from engine_models import save, tiny
 
+from rollout.model_config import meta_model
 from rollout.vllm import arguments
 from rollout.vllm.arguments import OWNED, check_arguments, known_arguments
 from rollout.vllm.build import engine_arguments
 from rollout.vllm.environment import set_environment
-from rollout.vllm.expected import kv_bytes_per_token, meta_model, open_config
+from rollout.vllm.expected import kv_bytes_per_token, open_config
 from rollout.vllm.noise import generator_seed
 from segue.errors import UserError
 

@@ -13,9 +13,10 @@ import msgspec
 import torch
 from engine_models import Staged, named, save, tiny
 
+from rollout.model_config import meta_model
 from rollout.vllm.build import engine_arguments
 from rollout.vllm.environment import set_environment
-from rollout.vllm.expected import meta_model, open_config
+from rollout.vllm.expected import open_config
 from segue.ports.engine import Engine, PauseMode
 from segue.ports.weights import StagedWeights
 
