@@ -115,6 +115,14 @@ def test_the_process_group_is_used_again_by_the_same_sessions_only() -> None:
     assert world.sending is not None and world.sending.group not in {group for group, _ in groups}
 
 
+def test_every_engine_rank_is_a_member_and_one_that_is_missing_is_its_node() -> None:
+    world = world_of(2, rollout__engine="vllm", rollout__engine_args={"tensor_parallel_size": 2})
+    world.publish()
+    assert members(world) == ["rollout-0/0", "rollout-0/1", "rollout-1/0", "rollout-1/1"]
+    world.sent(ok=False, missing=["rollout-1/0"])
+    assert fenced(world) == ["rollout-1"] and members(world) == ["rollout-0/0", "rollout-0/1"]
+
+
 def test_a_transfer_with_missing_members_is_repeated_by_the_survivors() -> None:
     world = world_of(3)
     world.publish()
