@@ -9,7 +9,7 @@ the buckets for each, compares checksums, and hands the staged weights out. Time
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import torch
 
@@ -18,7 +18,7 @@ from segue.metrics.registry import Metrics
 from segue.metrics.states import ActivityClock
 from segue.ports.scheduler import Transfer, TransferResult
 from segue.ports.weights import Manifest, Probe, TransferFailed
-from weightsync.buckets import checksum
+from weightsync.buckets import checksum, share_names
 from weightsync.gauges import Gauges
 from weightsync.manifest import Layout, ManifestMismatch, check_manifest, payload_bytes, with_checksums
 from weightsync.messages import Fault, Report, Stage
@@ -236,6 +236,21 @@ class _LocalSending:
         )
 
 
+class _Delivered:
+    """`segue.ports.weights.ArrivingWeights` of which everything is there."""
+
+    def __init__(self, staged: Staged) -> None:
+        self.version, self.manifest = staged.version, staged.manifest
+        self._tensors = staged.tensors()
+
+    async def buckets(self) -> AsyncIterator[dict[str, torch.Tensor]]:
+        for number in range(len(self.manifest.buckets)):
+            yield {name: self._tensors[name] for name in share_names(self.manifest, [number])}
+
+    def close(self) -> None:
+        pass
+
+
 class LocalReceiver:
     """`segue.ports.weights.WeightReceiver` at a `LocalHub`; arguments as `TorchReceiver`'s."""
 
@@ -277,6 +292,10 @@ class LocalReceiver:
         self._metrics.add("segue_weight_sync_bytes_total", payload_bytes(staged.manifest))
         self._metrics.observe("segue_weight_sync_seconds", now() - began, phase="transfer")
         return staged
+
+    async def open(self, transfer: Transfer, rank: int) -> _Delivered:
+        """The same, bucket by bucket. Here everything is copied before anything is handed over."""
+        return _Delivered(await self.stage(transfer, rank))
 
     def _give_up(self, why: str) -> None:
         if self._current is not None and not self._current[1].outcome.done():

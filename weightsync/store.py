@@ -31,6 +31,7 @@ M = TypeVar("M", bound=Message)
 
 _BACKLOG = 1024
 _ORDERS = "orders"
+_NOTHING = b"-"
 _ANSWER_SECONDS = 10.0
 """How long a living store may take to answer what needs no waiting."""
 
@@ -156,16 +157,25 @@ class Sweeper:
 
 
 def next_order(store: dist.TCPStore, source: str, deadline: Deadline) -> Transfer | None:
-    """The next transfer in which `source` is to take part; None at the deadline. Raises `StoreError`."""
+    """The next transfer in which `source` is to take part; None at the deadline, or when it was woken. Raises `StoreError`."""
     try:
         store.set_timeout(_span(deadline.left()))
-        return wire.decode(store.queue_pop(f"{_ORDERS}/{source}"), SendWeights).transfer
+        order = store.queue_pop(f"{_ORDERS}/{source}")
+        return wire.decode(order, SendWeights).transfer if order != _NOTHING else None
     except dist.DistStoreError:
         return None
     except dist.DistError as error:
         raise StoreError(_gone(error)) from error
     finally:
         store.set_timeout(_span(_ANSWER_SECONDS))
+
+
+def wake(store: dist.TCPStore, source: str) -> None:
+    """End the wait of a source for its next order. Raises `StoreError`."""
+    try:
+        store.queue_push(f"{_ORDERS}/{source}", _NOTHING.decode())
+    except dist.DistError as error:
+        raise StoreError(_gone(error)) from error
 
 
 class Channel:

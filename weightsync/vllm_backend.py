@@ -5,11 +5,12 @@ over a socket (`workers.py`); vLLM's interface is used for what it is made for:
 
     init_weight_transfer_engine   who this worker is, what its model looks like, and where the node listens
     start_weight_update           the node has paused the engine: layers are taken apart
-    update_weights                what is held of a transfer is loaded: full tensors, of which vLLM's loaders take their shard
+    update_weights                what is held of a transfer (or arrives now, where nothing is staged) is loaded: full tensors, of
+                                  which vLLM's loaders take their shard
     finish_weight_update          layers are put together again
 
 One bracket (start, load, finish) per update: vLLM restores each layer's loadable form, and packs it again when it is complete. A
-loader may keep views of a bucket until then, so no bucket is written twice; they are freed when the bracket is closed. Names,
+loader may keep views of a bucket until then; its memory is used again when nobody has one (`memory.py`). Names,
 shapes and dtypes were compared before anything was sent; that every parameter was loaded is seen to here, since vLLM itself takes
 a missing name without a word. Whatever fails inside of the bracket leaves the worker with mixed weights: the engine must end.
 """
@@ -26,7 +27,6 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from segue.ports.weights import StagedWeights
 from weightsync.manifest import Layout
 from weightsync.receiver import TorchReceiver
 from weightsync.worker import WorkerEnd
@@ -59,7 +59,6 @@ class SegueTransfer(WeightTransferEngine[WorkerInit, WorkerUpdate]):
 
     init_info_cls, update_info_cls = WorkerInit, WorkerUpdate
     _end: WorkerEnd | None = None
-    _loading: StagedWeights | None = None
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
         """Connect to the node; again, if it asks again."""
@@ -73,6 +72,8 @@ class SegueTransfer(WeightTransferEngine[WorkerInit, WorkerUpdate]):
                 init_info.backend,
                 buffers,
                 metrics,
+                engine_device=self.device,
+                staging=init_info.staging,
                 model_name=init_info.model_name,
                 expected=msgspec.convert(init_info.expected, Layout),
                 roll_call_seconds=init_info.roll_call_seconds,
@@ -86,10 +87,9 @@ class SegueTransfer(WeightTransferEngine[WorkerInit, WorkerUpdate]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: WorkerUpdate) -> None:
-        """Load everything that is held of the transfer."""
+        """Load everything that is held of the transfer, or that arrives now."""
         assert self._end is not None, "weights are loaded before the node has connected this worker"
-        self._loading = self._end.take(update_info.transfer)
-        loaded = self.model.load_weights(iter(self._loading.tensors().items()))
+        loaded = self.model.load_weights(self._end.tensors(update_info.transfer))
         missing = sorted(self._names - loaded) if loaded is not None else []
         if missing and self.model_config.quantization is None:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -99,7 +99,6 @@ class SegueTransfer(WeightTransferEngine[WorkerInit, WorkerUpdate]):
         """Put the layers together again."""
         finalize_layerwise_reload(self.model, self.model_config)
         self._repack_tied_head()
-        self._loading = None
 
     def _repack_tied_head(self) -> None:
         """On CPUs a head that is tied to the embedding keeps a packed copy of its own, which the bracket does not refresh."""
@@ -113,7 +112,7 @@ class SegueTransfer(WeightTransferEngine[WorkerInit, WorkerUpdate]):
 
     def shutdown(self) -> None:
         """Leave the node and all groups."""
-        end, self._end, self._loading = self._end, None, None
+        end, self._end = self._end, None
         if end is not None:
             end.close()
 

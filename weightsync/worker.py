@@ -1,7 +1,7 @@
 """A worker process's end of weight sync: a receiver of its own, on a thread of its own, that obeys the node over a local socket.
 
-consumes     the node's orders: stage a transfer, or let go of one
-produces     reports: what it holds, or why not; and the held weights for whoever loads them (`take`)
+consumes     the node's orders: take part in a transfer, or let go of one
+produces     reports: what it holds, or why not; and the tensors for whoever loads them (`tensors`)
 waits for    orders, as long as the node lives; transfers until their own deadline (`receiver.py`)
 unblocked by the node, a newer order, the end of the connection, `close`
 
@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from segue.ports.scheduler import Transfer
-from segue.ports.weights import StagedWeights, TransferFailed, WeightReceiver
+import torch
+
+from segue.ports.weights import ArrivingWeights, StagedWeights, TransferFailed, WeightReceiver
 from weightsync.worker_messages import Recorder, WorkerOrder, WorkerReport, post, receive
 
 CONNECT_SECONDS = 30.0
@@ -38,14 +39,16 @@ class WorkerEnd:
     def __init__(self, socket: str, member: str, receiver: Callable[[Any], WeightReceiver]) -> None:
         self._socket = socket
         self._member = member
-        self._metrics = Recorder()
-        self._receiver = receiver(self._metrics)
-        self._held: tuple[int, StagedWeights] | None = None
+        self._receiver = receiver(Recorder(lambda call: self._say(WorkerReport(member, metric=call))))
+        self._writer: asyncio.StreamWriter | None = None
+        self._staged: StagedWeights | None = None
+        self._arriving: ArrivingWeights | None = None
+        self._held = -1
         self._lock = threading.Lock()
         self._task: asyncio.Task[None] | None = None
-        self._running = -1
+        self._newest = -1
         self._loop = asyncio.new_event_loop()
-        self._over: asyncio.Event = asyncio.Event()
+        self._over = asyncio.Event()
         self._thread = threading.Thread(target=self._work, name="segue-weights", daemon=True)
         self._connected: asyncio.Future[None] = self._loop.create_future()
         reached = threading.Event()
@@ -55,13 +58,34 @@ class WorkerEnd:
             raise TimeoutError(f"the thread of {member} that receives weights did not start")
         self._connected.result()
 
-    def take(self, transfer: int) -> StagedWeights:
-        """The weights of a transfer that was reported as held; they are the caller's now. Any thread."""
+    def tensors(self, transfer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of everything that came, or comes now, by a transfer that was reported as held. For one other thread.
+
+        What arrives now raises `TransferFailed` when not everybody gets everything undamaged. A tensor may be kept; its memory
+        is used again once nobody has a view of it.
+        """
         with self._lock:
-            held, self._held = self._held, None
-        if held is None or held[0] != transfer:
+            staged, arriving, held = self._staged, self._arriving, self._held
+            self._staged, self._arriving, self._held = None, None, -1
+        if held != transfer:
             raise RuntimeError(f"{self._member} does not hold the weights of transfer {transfer}")
-        return held[1]
+        if staged is not None:
+            return iter(staged.tensors().items())
+        assert arriving is not None
+        return self._arrive(arriving)
+
+    def _arrive(self, arriving: ArrivingWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        buckets = arriving.buckets()
+
+        async def following() -> dict[str, torch.Tensor] | None:
+            return await anext(buckets, None)
+
+        try:
+            while (tensors := asyncio.run_coroutine_threadsafe(following(), self._loop).result()) is not None:
+                yield from tensors.items()
+                del tensors
+        finally:
+            self._loop.call_soon_threadsafe(arriving.close)
 
     def close(self) -> None:
         """Let go of everything and end the thread, as far as it can be ended. Any thread; idempotent."""
@@ -83,51 +107,63 @@ class WorkerEnd:
     async def _serve(self) -> None:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                reader, writer = await asyncio.open_unix_connection(self._socket)
+                reader, self._writer = await asyncio.open_unix_connection(self._socket)
         except (OSError, TimeoutError) as error:
             self._connected.set_exception(error)
             return
-        post(writer, WorkerReport(self._member))
+        self._say(WorkerReport(self._member))
         self._connected.set_result(None)
         over = asyncio.ensure_future(self._over.wait())
-        orders = asyncio.ensure_future(self._obey(reader, writer))
+        orders = asyncio.ensure_future(self._obey(reader))
         await asyncio.wait([over, orders], return_when=asyncio.FIRST_COMPLETED)
-        for task in (over, orders, self._task):
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(over, orders, return_exceptions=True)
-        writer.close()
+        tasks = [task for task in (over, orders, self._task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._writer.close()
 
-    async def _obey(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _obey(self, reader: asyncio.StreamReader) -> None:
         while (order := await receive(reader, WorkerOrder)) is not None:
-            if order.stage is not None:
+            if order.begin is not None:
                 self._let_go()  # there is room for one copy
-                self._running = order.transfer
-                self._task = asyncio.ensure_future(self._stage(order.stage, order.rank, writer))
-            elif order.transfer == self._running and self._task is not None:
+                self._newest = order.transfer
+                self._task = asyncio.ensure_future(self._take_part(order))
+            elif order.transfer == self._newest and self._task is not None:
                 self._task.cancel()
-                self._let_go(order.transfer)
+                self._let_go()
 
-    async def _stage(self, transfer: Transfer, rank: int, writer: asyncio.StreamWriter) -> None:
-        """One transfer, and the report of how it ended. What supersedes or cancels it is known to the node."""
-        number, failure, manifest = transfer.transfer, "", None
+    async def _take_part(self, order: WorkerOrder) -> None:
+        """One transfer, and the report of what came of it. What supersedes or cancels it is known to the node."""
+        assert order.begin is not None
+        number, failure, manifest = order.transfer, "", None
         try:
-            staged = await self._receiver.stage(transfer, rank)
+            if order.open:
+                arriving = await self._receiver.open(order.begin, order.rank)
+                manifest = arriving.manifest
+                self._hold(number, None, arriving)
+            else:
+                staged = await self._receiver.stage(order.begin, order.rank)
+                manifest = staged.manifest
+                self._hold(number, staged, None)
+                del staged
         except TransferFailed as error:
             failure = str(error)
         except Exception as error:  # a mistake of ours: the node must not wait for the deadline
-            log.exception("staging transfer %d failed", number)
+            log.exception("transfer %d failed", number)
             failure = f"{self._member} failed in transfer {number}: {type(error).__name__}: {error}"
-        else:
-            manifest = staged.manifest
-            with self._lock:
-                self._held = (number, staged)
-            del staged
-        report = WorkerReport(self._member, number, manifest, failure, self._metrics.take())
-        post(writer, report)
+        self._say(WorkerReport(self._member, number, manifest, failure))
 
-    def _let_go(self, transfer: int | None = None) -> None:
-        """Of what is held; of that transfer's only, if one is named."""
+    def _hold(self, transfer: int, staged: StagedWeights | None, arriving: ArrivingWeights | None) -> None:
         with self._lock:
-            if self._held is not None and transfer in (None, self._held[0]):
-                self._held = None
+            self._held, self._staged, self._arriving = transfer, staged, arriving
+
+    def _let_go(self) -> None:
+        """Of what is held, if it has not been taken."""
+        with self._lock:
+            arriving, self._held, self._staged, self._arriving = self._arriving, -1, None, None
+        if arriving is not None:
+            arriving.close()
+
+    def _say(self, report: WorkerReport) -> None:
+        if self._writer is not None:
+            post(self._writer, report)

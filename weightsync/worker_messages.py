@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from segue import wire
@@ -18,35 +19,33 @@ _LENGTH = struct.Struct("<I")
 
 
 class WorkerOrder(Message, frozen=True):
-    """Node → worker: take part in `stage` as `rank`; or, without one, let go of all that belongs to transfer `transfer`."""
+    """Node → worker: take part in `begin` as `rank`, and hold what arrives (`open`: let it arrive when it is loaded); or, without
+    one, let go of all that belongs to transfer `transfer`."""
 
     transfer: int
-    stage: Transfer | None = None
+    begin: Transfer | None = None
     rank: int = 0
+    open: bool = False
 
 
 class WorkerReport(Message, frozen=True):
-    """Worker → node: `member` is here (`transfer` −1), or how its part in `transfer` ended.
+    """Worker → node: `member` is here (`transfer` −1), or how it fares in `transfer`.
 
-    `manifest` is what it holds now, verified; None where it failed, for `failure`. `metrics` are the calls that belong to the
-    node's metrics: [method, name, value, labels].
+    `manifest` is what it holds now, verified (or what is about to arrive); None where it failed, for `failure`. `metric` is a
+    call for the node's metrics, [method, name, value, labels], and then the report says nothing else.
     """
 
     member: str
     transfer: int = -1
     manifest: Manifest | None = None
     failure: str = ""
-    metrics: list[tuple[str, str, float, dict[str, str]]] = []
-
-
-async def send(writer: asyncio.StreamWriter, message: Message) -> None:
-    """Raises `ConnectionError` when the other side is gone."""
-    post(writer, message)
-    await writer.drain()
+    metric: tuple[str, str, float, dict[str, str]] | None = None
 
 
 def post(writer: asyncio.StreamWriter, message: Message) -> None:
-    """Send without waiting; orders are short."""
+    """Send without waiting; nothing happens once the connection is closing. Messages are short."""
+    if writer.is_closing():
+        return
     data = wire.encode(message)
     writer.write(_LENGTH.pack(len(data)) + data)
 
@@ -61,29 +60,24 @@ async def receive(reader: asyncio.StreamReader, kind: type[M]) -> M | None:
 
 
 class Recorder:
-    """Stands in for the node's metrics in a worker: calls are kept, and travel with the next report."""
+    """Stands in for the node's metrics in a worker: every call travels to the node. `report` sends one."""
 
-    def __init__(self) -> None:
-        self._calls: list[tuple[str, str, float, dict[str, str]]] = []
+    def __init__(self, report: Callable[[tuple[str, str, float, dict[str, str]]], None]) -> None:
+        self._report = report
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """As `Metrics.add`."""
-        self._calls.append(("add", name, float(value), labels))
+        self._report(("add", name, float(value), labels))
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """As `Metrics.observe`."""
-        self._calls.append(("observe", name, float(value), labels))
-
-    def take(self) -> list[tuple[str, str, float, dict[str, str]]]:
-        """Everything since the last call."""
-        calls, self._calls = self._calls, []
-        return calls
+        self._report(("observe", name, float(value), labels))
 
 
-def replay(calls: list[tuple[str, str, float, dict[str, str]]], metrics: Any) -> None:
-    """Make the calls of a report."""
-    for method, name, value, labels in calls:
-        if method == "add":
-            metrics.add(name, value, **labels)
-        else:
-            metrics.observe(name, value, **labels)
+def replay(call: tuple[str, str, float, dict[str, str]], metrics: Any) -> None:
+    """Make the call of a report."""
+    method, name, value, labels = call
+    if method == "add":
+        metrics.add(name, value, **labels)
+    else:
+        metrics.observe(name, value, **labels)

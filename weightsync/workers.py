@@ -1,9 +1,9 @@
 """A node's end of weight sync where its engine's worker processes receive for themselves (`segue.ports.weights.WeightReceiver`).
 
-consumes     `stage` from the node's update procedure; the workers' reports, over a local socket
+consumes     `stage` or `open` from the node's update procedure; the workers' reports, over a local socket
 produces     orders to the workers (`worker.py`), and a handle of what they hold, or `TransferFailed`
 waits for    the workers to connect, once, and to report: until the transfer's deadline
-unblocked by their reports, the end of a worker, a newer `stage`, cancellation, `close`, or the deadline
+unblocked by their reports, the end of a worker, a newer call, cancellation, `close`, or the deadline
 
 Every worker is a member of the transfer (`segue.ports.scheduler.members_of`). Orders and reports do not go through the engine,
 whose calls wait for the step it computes, and hold up the next one.
@@ -15,8 +15,8 @@ import asyncio
 import logging
 import shutil
 import tempfile
-import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +85,30 @@ class WorkersReceiver:
         A newer call supersedes one that still runs; after a failure or a cancellation the workers let go of what they have.
         Raises `TransferFailed`, by the deadline at the latest.
         """
+        return await self._begin(transfer, rank, open=False)
+
+    async def open(self, transfer: Transfer, rank: int) -> WorkerWeights:
+        """The same, but everybody only takes part when this returns: weights arrive as the engine loads them."""
+        return await self._begin(transfer, rank, open=True)
+
+    async def _begin(self, transfer: Transfer, rank: int, *, open: bool) -> WorkerWeights:
         self._turns.begin(transfer, rank)
         self._give_up(f"superseded by transfer {transfer.transfer}")
         part = self._part = _Part(transfer, self._members)
         try:
             async with asyncio.timeout(transfer.deadline_seconds):
-                manifest = await self._take_part(part, rank)
+                manifest = await self._take_part(part, rank, open)
         except TimeoutError:
             why = f"no word by the deadline of {transfer.deadline_seconds:g} s from {', '.join(part.silent)}"
             raise TransferFailed(failure_sentence(transfer, self._node, why)) from None
         finally:
             if not part.succeeded:
                 self._release(transfer.transfer)
-        weights = WorkerWeights(transfer.version, manifest, transfer.transfer)
-        weakref.finalize(weights, self._release, transfer.transfer).atexit = False
-        return weights
+        release = partial(self._release, transfer.transfer)
+        return WorkerWeights(transfer.version, manifest, transfer.transfer, release, transfer.deadline_seconds if open else 0.0)
 
-    async def _take_part(self, part: _Part, rank: int) -> Manifest:
-        """Order the workers to stage, and wait for their reports."""
+    async def _take_part(self, part: _Part, rank: int, open: bool) -> Manifest:
+        """Order the workers to take part, and wait for their reports."""
         if self._joining is None:
             self._joining = asyncio.ensure_future(self._join())
         joined: list[asyncio.Future[Any]] = [self._joining, part.done]
@@ -113,7 +119,7 @@ class WorkersReceiver:
             if why:
                 raise TransferFailed(failure_sentence(transfer, self._node, why))
             for place, member in enumerate(self._members):
-                self._order(member, WorkerOrder(transfer.transfer, transfer, rank + place))
+                self._order(member, WorkerOrder(transfer.transfer, transfer, rank + place, open))
         return await part.done
 
     def close(self) -> None:
@@ -170,8 +176,9 @@ class WorkersReceiver:
             if len(self._links) == len(self._members):
                 self._all_here.set()
             while (report := await receive(reader, WorkerReport)) is not None:
-                replay(report.metrics, self._metrics)
-                if self._part is not None:
+                if report.metric is not None:
+                    replay(report.metric, self._metrics)
+                elif self._part is not None:
                     self._part.hear(report)
             self._lost(hello.member)
         finally:
@@ -188,7 +195,7 @@ class WorkersReceiver:
 
     def _order(self, member: str, order: WorkerOrder) -> None:
         writer = self._links.get(member)
-        if writer is not None and not writer.is_closing():
+        if writer is not None:
             post(writer, order)
 
     def _release(self, transfer: int) -> None:

@@ -189,7 +189,7 @@ class Core:
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def load_staged(self, version: int, transfer: int) -> None:
-        """Swap in what the workers hold of a transfer, while paused. After any exception weights may be mixed."""
+        """Swap in what the workers hold of a transfer (or get now), while paused. After any exception weights may be mixed."""
         await self.llm.start_weight_update()
         await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"transfer": transfer}))
         await self.llm.finish_weight_update(str(version))

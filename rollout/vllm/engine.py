@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from rollout.fitting import fit
@@ -32,7 +32,7 @@ from rollout.vllm.sequence import Sequence
 from segue.clock import now
 from segue.errors import UserError
 from segue.ports.engine import Chunk, EngineCounts, GenerateRequest, PauseMode
-from segue.ports.weights import StagedWeights, WorkerWeights
+from segue.ports.weights import ArrivingWeights, StagedWeights, WorkerWeights
 from segue.trajectory import NO_VERSION
 
 COLDEST = 0.01
@@ -226,6 +226,17 @@ class VllmEngine:
         assert idle and not self._controlled, f"{what} while the engine is paused"
 
     async def load(self, version: int, weights: StagedWeights) -> None:
+        if isinstance(weights, WorkerWeights):
+            await self._load(version, lambda: self._load_in_workers(weights))
+        else:
+            await self._load(version, lambda: self._load_from_here(version, weights))
+
+    async def load_arriving(self, weights: ArrivingWeights) -> None:
+        """As `load`, of what arrives in the workers meanwhile. Any failure, even before the first bucket, ends the engine."""
+        assert isinstance(weights, WorkerWeights), "vLLM's workers receive for themselves"
+        await self._load(weights.version, lambda: self._load_in_workers(weights))
+
+    async def _load(self, version: int, load: Callable[[], Awaitable[None]]) -> None:
         self._begin_control("weights are loaded")
         if version < 0 or version < self._version:
             raise ValueError(
@@ -234,10 +245,7 @@ class VllmEngine:
         self._controlled = True
         began = now()
         try:
-            if isinstance(weights, WorkerWeights):
-                await self._load(version, self._core.load_staged(version, weights.transfer))
-            else:
-                await self._load_from_here(version, weights)
+            await load()
         finally:
             self._controlled = False
         self._meter.load_seconds += now() - began
@@ -245,9 +253,12 @@ class VllmEngine:
             self._version = version
             self._requests.lineages.loaded(version, self._requests.salts)
 
-    async def _load(self, version: int, load: Any) -> None:
+    async def _load_in_workers(self, weights: WorkerWeights) -> None:
+        await self._swap(weights.version, self._core.load_staged(weights.version, weights.transfer), weights.seconds)
+
+    async def _swap(self, version: int, load: Coroutine[Any, Any, None], seconds: float = 0.0) -> None:
         try:
-            await self._life.answer(load)
+            await self._life.answer(load, seconds)
         except asyncio.CancelledError:
             self._life.die(f"loading version {version} ended half way")
             raise
@@ -257,7 +268,7 @@ class VllmEngine:
         fitted = await asyncio.to_thread(fit, self._model, weights)
         handover = await asyncio.to_thread(Handover, fitted)
         try:
-            await self._load(version, self._core.load_handover(version, handover))
+            await self._swap(version, self._core.load_handover(version, handover))
         finally:
             handover.close()
 

@@ -64,15 +64,16 @@ class Life:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.die(f"{type(error).__name__}: {error}")
 
-    async def answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """vLLM's answer; its death or its silence ends the engine, and raises `EngineDead`."""
+    async def answer(self, call: Coroutine[Any, Any, T], seconds: float = 0.0) -> T:
+        """vLLM's answer; its death or its silence ends the engine, and raises `EngineDead`. `seconds` are granted on top."""
         assert self._death is not None
+        patience = self._step_seconds + seconds
         task = asyncio.ensure_future(call)
         either: list[asyncio.Future[Any]] = [task, self._death]
-        await asyncio.wait(either, timeout=self._step_seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
-            self.die(f"vLLM did not answer within {self._step_seconds:g} s")
+            self.die(f"vLLM did not answer within {patience:g} s")
             self.check()
         try:
             return task.result()

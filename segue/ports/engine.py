@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
 if TYPE_CHECKING:
-    from segue.ports.weights import StagedWeights
+    from segue.ports.weights import ArrivingWeights, StagedWeights
 
 
 class FinishReason(enum.StrEnum):
@@ -167,3 +167,17 @@ class Engine(Protocol):
     def counts(self) -> EngineCounts: ...
 
     async def stop(self) -> None: ...
+
+
+@runtime_checkable
+class StreamingEngine(Engine, Protocol):
+    """An engine that can do without a second copy of the weights (`weightsync.staging` = "none")."""
+
+    async def load_arriving(self, weights: ArrivingWeights) -> None:
+        """As `load`, bucket by bucket as they arrive.
+
+        Raises `ValueError` before anything changes when names or shapes do not fit. Once the first bucket is in, any failure,
+        of the transfer too, ends the engine (`EngineDead`): its weights are a mixture. Before that they are the old ones,
+        whatever else is raised.
+        """
+        ...

@@ -122,6 +122,21 @@ async def test_weights_are_staged_beside_decoding_and_swapped_in_a_pause(
             await serves(harness, engine, 1)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+async def test_without_staging_buckets_are_loaded_as_they_arrive(harness: VllmHarness, tied: bool) -> None:
+    """`weightsync.staging` = "none": the transfer is in the pause; loaders keep views of one bucket while the next ones come."""
+    engine: Any = await harness.engine(tied=tied)
+    async with asyncio.timeout(DEADLINE):
+        with receiving(engine, tied=tied) as receiver:
+            for version in (1, 2):
+                epoch = harness.epoch()
+                await engine.pause(PauseMode.FREEZE, epoch)
+                await engine.load_arriving(await receiver.open(transfer(version, version), 1))
+                await engine.resume(epoch)
+                await serves(harness, engine, version, tied)
+            await receiver.settled()
+
+
 async def test_other_shapes_are_one_sentence_before_anything_is_sent(harness: VllmHarness) -> None:
     """F39."""
     engine: Any = await harness.engine()

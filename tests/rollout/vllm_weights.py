@@ -51,6 +51,7 @@ class SentReceiver:
         self.published = published
         self.seconds = seconds
         self.result: TransferResult | None = None
+        self._sending: asyncio.Future[TransferResult] | None = None
         expected = expected or layout(published(0)[0])
         metrics = metrics or Metrics("weightsync", name)
         self.receiver = WorkersReceiver(name, engine.connect_workers, metrics, ranks=ranks, expected=expected)
@@ -61,13 +62,25 @@ class SentReceiver:
         self.sender.publish(version, tensors, probe)
 
     async def stage(self, transfer: Transfer, rank: int) -> Any:
-        self.publish(transfer.version)
-        transfer = msgspec.structs.replace(transfer, address=self.sender.address, deadline_seconds=self.seconds)
-        sending = asyncio.ensure_future(self.sender.send(transfer))
+        transfer = self._send(transfer)
         try:
             return await self.receiver.stage(transfer, rank)
         finally:
-            self.result = await sending
+            await self.settled()
+
+    async def open(self, transfer: Transfer, rank: int) -> Any:
+        return await self.receiver.open(self._send(transfer), rank)
+
+    def _send(self, transfer: Transfer) -> Transfer:
+        self.publish(transfer.version)
+        transfer = msgspec.structs.replace(transfer, address=self.sender.address, deadline_seconds=self.seconds)
+        self._sending = asyncio.ensure_future(self.sender.send(transfer))
+        return transfer
+
+    async def settled(self) -> None:
+        """The sender's word on the last transfer is in `result`."""
+        assert self._sending is not None
+        self.result = await self._sending
 
     def close(self) -> None:
         self.receiver.close()

@@ -11,10 +11,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from weightsync_support import GENEROUS, Gauged, make_sender, transfer_to, weights
 
 from segue.ports.scheduler import Transfer, members_of, node_of
 from segue.ports.weights import TransferFailed, WorkerWeights
+from weightsync.group import BroadcastGroup
 from weightsync.manifest import Layout, layout
 from weightsync.receiver import TorchReceiver
 from weightsync.sender import TorchSender
@@ -74,7 +76,7 @@ async def both(sender: TorchSender, engine: Engine, transfer: Transfer) -> tuple
 
 
 def check(end: WorkerEnd, transfer: int, step: int) -> None:
-    tensors = end.take(transfer).tensors()
+    tensors = dict(end.tensors(transfer))
     assert tensors.keys() == weights(step).keys()
     assert all(tensors[name].equal(tensor) for name, tensor in weights(step).items())
 
@@ -96,6 +98,45 @@ async def test_every_worker_holds_what_was_sent_and_the_node_a_handle(ranks: int
                 check(end, step, step)
         assert engine.gauged.metrics.value("segue_weight_sync_bytes_total") == ranks * 3 * result.bytes
         assert engine.gauged.metrics.value("segue_weight_sync_seconds", phase="transfer") == 3 * ranks
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_without_staging_buckets_arrive_as_they_are_loaded(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads them hears of damage before the end."""
+    async with world(2) as (sender, engine):
+        members = members_of("n0", 2)
+        begin = BroadcastGroup.begin
+
+        def damaging(group: BroadcastGroup, bucket: torch.Tensor, *args: Any) -> Any:
+            damaged = bucket.clone()
+            if group.rank == 0 and broken:
+                damaged[3] ^= 1
+                return begin(group, damaged, *args)
+            return begin(group, bucket, *args)
+
+        monkeypatch.setattr(BroadcastGroup, "begin", damaging)
+        transfer = transfer_to(sender.address, members, number=0, step=0)
+        sending = asyncio.ensure_future(sender.send(transfer))
+        handle = await engine.receiver.open(transfer, 1)
+        assert handle.seconds == transfer.deadline_seconds and handle.manifest.checksums == []
+
+        def load(end: WorkerEnd) -> dict[str, torch.Tensor]:
+            return {name: tensor.clone() for name, tensor in end.tensors(0)}
+
+        loads = [asyncio.to_thread(load, end) for end in engine.ends]
+        ends = await asyncio.gather(*loads, return_exceptions=True)
+        result = await sending
+        assert result.ok is not broken
+        for end in ends:
+            if broken:
+                assert isinstance(end, TransferFailed)
+            else:
+                assert isinstance(end, dict) and end.keys() == weights(0).keys()
+                assert all(end[name].equal(tensor) for name, tensor in weights(0).items())
+        handle.close()
+        monkeypatch.undo()
+        again, staged = await both(sender, engine, transfer_to(sender.address, members, number=1, step=0))
+        assert again.ok and isinstance(staged, WorkerWeights)
 
 
 def test_names_of_members() -> None:
@@ -129,7 +170,7 @@ async def test_what_nobody_wants_any_more_is_let_go() -> None:
         result, handle = await both(sender, engine, transfer_to(sender.address, ["n0"], number=2, step=0))
         assert result.ok and isinstance(handle, WorkerWeights)
         with pytest.raises(RuntimeError, match="does not hold the weights of transfer 0"):
-            engine.ends[0].take(0)
+            engine.ends[0].tensors(0)
 
 
 async def test_a_newer_transfer_takes_the_place_of_one_that_waits() -> None:
