@@ -18,12 +18,12 @@ import pytest
 import pytest_asyncio
 import torch
 from engine_contract import DEADLINE, Consumer, ask, close, run
-from engine_models import named, prompt, reference_logprobs
-from vllm_harness import Cores, Progress, VllmHarness, model_of
+from engine_models import named, prompt, reference_logprobs, save, tiny
+from vllm_harness import EXTENSION, MAX_TOKENS, SIZES, Cores, Progress, VllmHarness, model_of
 from vllm_weights import SentReceiver
 
 from segue.ports.engine import EngineDead, PauseMode
-from segue.ports.scheduler import Transfer
+from segue.ports.scheduler import Transfer, members_of
 from segue.ports.weights import Probe, TransferFailed
 from weightsync.group import BroadcastGroup
 from weightsync.manifest import layout
@@ -246,3 +246,36 @@ async def test_half_loaded_weights_then_a_dead_worker(harness: VllmHarness, monk
             assert receiver.result is not None and receiver.result.missing == ["n0"]
             with pytest.raises(EngineDead):
                 await other.pause(PauseMode.ABORT, harness.epoch())
+
+
+@pytest.mark.full
+async def test_each_of_two_tensor_parallel_workers_receives_everything(tmp_path: Path) -> None:
+    """Every worker is a member of the transfer, gets full tensors, and takes its shard of them."""
+    from rollout.vllm.build import build_engine
+
+    models = [tiny(seed, **{**SIZES, "num_key_value_heads": 2}) for seed in range(3)]
+    engine: Any = build_engine(
+        save(models[0], tmp_path),
+        slots=2,
+        max_tokens=MAX_TOKENS,
+        score_tokens=64,
+        dtype="float32",
+        device="cpu",
+        worker_extension=EXTENSION,
+        engine_args={"tensor_parallel_size": 2},
+    )
+    await engine.start()
+    receiver = SentReceiver("n0", engine, lambda version: (named(models[version]), None), ranks=2)
+    try:
+        for version, model in enumerate(models):
+            order = Transfer(version, version, version + 1, 1, members_of("n0", 2), "", 30.0)
+            staged = await receiver.stage(order, 1)
+            await engine.pause(PauseMode.ABORT, version + 1)
+            await engine.load(version, staged)
+            close(await engine.score(prompt(3, 40)), reference_logprobs(model, prompt(3, 40), 1))
+            await engine.resume(version + 1)
+            got = await run(engine, ask(prompt(1, 10), lineage=version))
+            close(got.logprobs, reference_logprobs(model, prompt(1, 10) + got.tokens, 10))
+    finally:
+        receiver.close()
+        await engine.stop()
