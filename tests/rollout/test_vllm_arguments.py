@@ -38,6 +38,7 @@ def test_known_arguments_pass_and_what_segue_sets_is_known_to_vllm() -> None:
         ),
         ("zzzzzzzz", ["rollout.engine_args.zzzzzzzz", "leave it out"]),
         ("max_num_seqs", ["rollout.engine_args.max_num_seqs", "set rollout.slots"]),
+        ("kv_transfer_config", ["rollout.engine_args.kv_transfer_config", "leave it out"]),
         ("data_parallel_size", ["raise rollout.nodes"]),
     ],
 )

@@ -124,7 +124,7 @@ async def test_weights_are_staged_beside_decoding_and_swapped_in_a_pause(
 
 @pytest.mark.parametrize("tied", [False, True])
 async def test_without_staging_buckets_are_loaded_as_they_arrive(harness: VllmHarness, tied: bool) -> None:
-    """`weightsync.staging` = "none": the transfer is in the pause; loaders keep views of one bucket while the next ones come."""
+    """F38: the transfer is in the pause; loaders keep views of one bucket while the next ones come."""
     engine: Any = await harness.engine(tied=tied)
     async with asyncio.timeout(DEADLINE):
         with receiving(engine, tied=tied) as receiver:
@@ -138,7 +138,7 @@ async def test_without_staging_buckets_are_loaded_as_they_arrive(harness: VllmHa
 
 
 async def test_other_shapes_are_one_sentence_before_anything_is_sent(harness: VllmHarness) -> None:
-    """F39."""
+    """F35: the old weights, and their version, serve on."""
     engine: Any = await harness.engine()
     good = named(model_of(0, False))
     name = "model.layers.1.mlp.down_proj.weight"
@@ -152,7 +152,7 @@ async def test_other_shapes_are_one_sentence_before_anything_is_sent(harness: Vl
 
 
 async def test_a_bucket_that_is_damaged_on_the_way_is_not_loaded(harness: VllmHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F36: the old weights serve on, and the same members may try again."""
+    """F35: the old weights serve on, and the same members may try again."""
     engine: Any = await harness.engine()
     with receiving(engine) as receiver, monkeypatch.context() as patch:
         begin = BroadcastGroup.begin
@@ -173,7 +173,7 @@ async def test_a_bucket_that_is_damaged_on_the_way_is_not_loaded(harness: VllmHa
 
 
 async def test_a_sender_that_is_killed_in_the_middle_leaves_the_old_weights_serving(harness: VllmHarness) -> None:
-    """F47: long before the deadline."""
+    """Long before the deadline."""
     engine: Any = await harness.engine()
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(Path(__file__).with_name("vllm_sender.py")), "n0", "1", "1", stdout=asyncio.subprocess.PIPE
@@ -195,7 +195,7 @@ async def test_a_sender_that_is_killed_in_the_middle_leaves_the_old_weights_serv
 
 
 async def test_a_frozen_worker_is_named_by_the_deadline(harness: VllmHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F49: node and sender both know; when it is back, it serves what it served, and takes part again."""
+    """Node and sender both know; when it is back, it serves what it served, and takes part again."""
     engine: Any = await harness.engine()
     core = await harness.cores.get(False)
     hold = Hold(monkeypatch)
@@ -216,8 +216,8 @@ async def test_a_frozen_worker_is_named_by_the_deadline(harness: VllmHarness, mo
 
 
 async def test_half_loaded_weights_then_a_dead_worker(harness: VllmHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F38: a loader that fails in the middle ends the engine, which answers nothing more. F47: so does a worker that is killed
-    while it receives, and the node need not wait for the deadline."""
+    """F39: a loader that fails in the middle ends the engine, which answers nothing more. So does a worker that is killed while it
+    receives, and the node need not wait for the deadline."""
     engine: Any = await harness.engine(tied=True)
     core = await harness.cores.get(True)
     async with asyncio.timeout(DEADLINE):
