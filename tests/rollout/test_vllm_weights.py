@@ -216,8 +216,8 @@ async def test_a_frozen_worker_is_named_by_the_deadline(harness: VllmHarness, mo
 
 
 async def test_half_loaded_weights_then_a_dead_worker(harness: VllmHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F39: a loader that fails in the middle ends the engine, which answers nothing more. So does a worker that is killed while it
-    receives, and the node need not wait for the deadline."""
+    """F39: a loader that fails in the middle ends the engine, which answers nothing more. So does a worker that is killed while
+    it receives, and the node need not wait for the deadline."""
     engine: Any = await harness.engine(tied=True)
     core = await harness.cores.get(True)
     async with asyncio.timeout(DEADLINE):
