@@ -85,6 +85,8 @@ class TorchReceiver:
             return await attempt.result()
         finally:
             attempt.give_up()
+            if self._attempt is attempt:
+                self._attempt = None  # it holds what was staged, which is the caller's alone
 
     async def open(self, transfer: Transfer, rank: int) -> Arriving:
         """Take part in `transfer` as `rank`; returns when everybody does, with buckets to be loaded as they arrive.

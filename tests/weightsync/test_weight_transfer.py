@@ -1,6 +1,7 @@
 """Transfers over real gloo groups, sender and receivers in one process (each receiver on connections and a thread of its own)."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable
 
@@ -201,6 +202,20 @@ async def test_staged_weights_outlive_later_transfers(fleet: Fleet) -> None:
     for step, end in enumerate(held):
         assert isinstance(end, Staged)
         assert_weights(end, step)
+
+
+async def test_what_nobody_holds_any_more_is_written_again(fleet: Fleet) -> None:
+    """Nobody means the engine, the receiver and its threads: a copy that stays behind would be a second model in memory."""
+    receiver = fleet.add("n0")
+    arena = receiver._means.landing.arena
+    for step in range(2):
+        fleet.sender.publish(step, weights(step))
+        result, ends = await fleet.run(["n0"], number=step, step=step)
+        assert arena.spare_bytes() == 0
+        ends.clear()
+        await asyncio.sleep(0)  # asyncio holds what it woke this test with until it waits again
+        gc.collect()
+        assert arena.spare_bytes() == result.bytes
 
 
 async def test_a_joining_node_is_served_the_newest_alone_and_then_joins_a_new_group(fleet: Fleet) -> None:
