@@ -109,5 +109,11 @@ class EmbeddedArm:
         self._compute.close()
 
 
-ARMS: dict[str, Callable[[Any, Metrics], Arm]] = {"embedded": EmbeddedArm}
+def _vllm(args: argparse.Namespace, metrics: Metrics) -> Arm:
+    from benchmarks.weight_sync_vllm import VllmArm
+
+    return VllmArm(args, metrics)
+
+
+ARMS: dict[str, Callable[[Any, Metrics], Arm]] = {"embedded": EmbeddedArm, "vllm": _vllm}
 """By the name of `--engine`."""
