@@ -14,13 +14,15 @@ class Figures:
         self._engine = engine
         self._ledger = ledger
         self._metrics = metrics
-        self._reported = 0
+        self._reported = self._discarded = 0
 
     def refresh(self, episodes: int, pending_events: int) -> dict[str, float]:
         """Totals by name: `prefill_<cause>` and `cached_tokens` are the ledger's, everything else the engine's."""
         engine, metrics = self._engine.counts(), self._metrics
         metrics.add("segue_engine_prefill_tokens_total", engine.prefill_tokens - self._reported)
         self._reported = engine.prefill_tokens
+        metrics.add("segue_discarded_tokens_total", engine.discarded_tokens - self._discarded, reason="unread")
+        self._discarded = engine.discarded_tokens
         metrics.set("segue_requests_running", engine.running)
         metrics.set("segue_episodes_running", episodes)
         metrics.set("segue_queue_depth", engine.waiting, queue="engine")

@@ -108,6 +108,7 @@ class NodeShell:
             clock=sync_clock,
             activity=activity,
             probe_tolerance=config.weightsync.probe_tolerance if config.weightsync.probe_tokens else None,
+            staged=config.weightsync.staging != "none",
             emit=self._emit,
             spawn=self._tasks.spawn,
         )

@@ -32,7 +32,7 @@ class Meter:
         self.prefill_seconds += record.prefill_seconds
         self.score_seconds += record.score_seconds
 
-    def counts(self, *, running: int, waiting: int, evictions: int) -> EngineCounts:
+    def counts(self, *, running: int, waiting: int, evictions: int, discarded: int) -> EngineCounts:
         """The totals, and how things stand."""
         return EngineCounts(
             prefill_tokens=self.prefill_tokens,
@@ -46,4 +46,5 @@ class Meter:
             preemptions=self.preemptions,
             evictions=evictions,
             scored_tokens=self.scored_tokens,
+            discarded_tokens=discarded,
         )

@@ -112,6 +112,10 @@ class WeightSyncConfig(Section):
 
     backend: Literal["nccl", "gloo"] = "gloo"
     """torch.distributed backend of the broadcast group."""
+    staging: Literal["device", "host", "none"] = "device"
+    """Where new weights wait for the pause, beside those that run: `device` in the engine's memory, `host` in (page-locked)
+    memory of its machine, from where the pause copies them. `none`, where there is room for one copy only: the engine is paused
+    before the transfer starts and loads buckets as they arrive. On CPUs device and host are the same."""
     bucket_bytes: int = Field(512 << 20, ge=1024)
     """Weights are sent in buckets of about this size."""
     deadline_seconds: float = Field(30.0, gt=0.0)

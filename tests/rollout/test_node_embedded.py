@@ -104,7 +104,7 @@ def test_an_interrupted_episode_samples_what_it_would_have(folder: str) -> None:
         async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12}), nodes=0) as w:
             node = await start(w, folder, slots=4)
             weights, probe = named(model_of(1)), probe_of(model_of(1), PROBE)
-            node.receiver.stage = lambda transfer, rank: asyncio.sleep(0, Staged(transfer.version, weights, probe=probe))  # type: ignore[method-assign]
+            node.receiver.stage = lambda transfer, rank: asyncio.sleep(0, Staged(transfer.version, weights, probe=probe))
             for episode in range(4):
                 await w.lease(episode, task=Task(f"t{episode}", "talk", episode, {"turns": 3}), group=episode)
             for _ in range(updates):
