@@ -197,6 +197,7 @@ class Node(Peer):
             sync_metrics=self.metrics,
             clock=StateClock(STATES["weightsync"], time.monotonic),
             activity=ActivityClock(ROLLOUT_PRECEDENCE, time.monotonic),
+            keeps=False,
             probe_tolerance=self.args.probe_tolerance,
             staged=self.args.staging != "none",
             emit=lambda event, urgent: self._events.put_nowait(event),

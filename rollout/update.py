@@ -52,7 +52,7 @@ class Updater:
     """See the module. `metrics` are the rollout node's, `sync_metrics` and `clock` those of its weightsync target.
 
     `staged`: the weights wait beside those that run until the pause; else they are loaded as they arrive.
-
+    `keeps`: requests go on with the KV they have; it is the newest update's `inflight` that says so.
     `probe_tolerance` (nats) is how far an engine may be from the learner's probe; None: there are no probes.
     """
 
@@ -69,6 +69,7 @@ class Updater:
         activity: ActivityClock,
         probe_tolerance: float | None,
         staged: bool = True,
+        keeps: bool,
         emit: Callable[[NodeEvent, bool], None],
         spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
@@ -82,6 +83,7 @@ class Updater:
         self._activity = activity
         self._tolerance = probe_tolerance
         self._staged = staged
+        self.keeps = keeps
         self._largest_gap = 0.0
         self._emit = emit
         self._spawn = spawn
@@ -242,6 +244,7 @@ class Updater:
         engine, version = self._engine, order.transfer.version
         self._epoch += 1
         epoch, first = self._epoch, engine.version == NO_VERSION
+        kept, self.keeps = self.keeps, order.inflight == "keep"
         self._gate.set(Level.CLOSED)
         self._paused = True
         if not first:
@@ -257,6 +260,7 @@ class Updater:
                 try:
                     manifest = await (self._load(version, staged) if staged is not None else self._load_arriving(order, rank))
                 except NotLoaded:  # nothing has changed; whatever else is raised leaves the engine paused for good
+                    self.keeps = kept
                     await engine.resume(epoch)
                     raise
                 self._sync.observe("segue_weight_sync_seconds", now() - idle, phase="load")

@@ -111,6 +111,11 @@ class EmbeddedEngine:
         return self._version
 
     @property
+    def dead(self) -> bool:
+        """Whether the engine is gone: every call raises `EngineDead`."""
+        return self._dead is not None
+
+    @property
     def stale_controls(self) -> int:
         """Pauses and resumes that came too late and were ignored."""
         return self._pauses.stale

@@ -98,6 +98,11 @@ class VllmEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def dead(self) -> bool:
+        """Whether the engine is gone: every call raises `EngineDead`."""
+        return self._life.dead
+
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -158,6 +163,7 @@ class VllmEngine:
             waiting=requests.waiting,
             evictions=requests.lineages.evictions,
             discarded=requests.discarded,
+            unclaimed=requests.unclaimed,
         )
 
     # --- vLLM's steps -----------------------------------------------------------------------------------------------

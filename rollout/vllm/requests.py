@@ -67,6 +67,8 @@ class Requests:
         """Held by whoever gives vLLM something that must not overtake, or be overtaken by, a request."""
         self.discarded = 0
         """Tokens that vLLM sampled beyond a stop string or for a consumer that was gone."""
+        self.unclaimed = 0
+        """Tokens that vLLM prefilled for requests that nobody waited for any more, when it did not know that yet."""
 
     # --- how things stand -------------------------------------------------------------------------------------------
 
@@ -228,7 +230,8 @@ class Requests:
     def admitted(self, admitted: Admitted, version: str) -> None:
         """One of them got a slot and its context is there."""
         sequence = self._inside.get(admitted.request)
-        if sequence is None:
+        if sequence is None or sequence.given_up:
+            self.unclaimed += admitted.prefilled
             return
         note = self.lineages.again if admitted.again else self.lineages.first
         tokens = sequence.tokens

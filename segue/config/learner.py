@@ -54,8 +54,8 @@ class LearnerConfig(Section):
     """GPUs per rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward pass; optimizer state is float32."""
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Estimator: grpo, dr_grpo or rloo."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
+    """Estimator: grpo, dr_grpo or rloo, relative to the group; reinforce, the return itself, works without a group."""
     aggregation: Literal["token", "trajectory", "constant"] = "trajectory"
     """Mean per `token`, per `trajectory`, or divided by a `constant` length."""
     constant_length: int = Field(0, ge=0)

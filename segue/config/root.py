@@ -266,6 +266,12 @@ def _check(config: Config, where: str) -> None:
         refuse(
             f"sets update.rolling = {config.update.rolling} with mode = 'sync', which updates all nodes at once: leave it out."
         )
+    if config.update.policy == "budget" and age == 0:
+        why = "mode = 'sync'" if config.mode == "sync" else "staleness.max_age = 0"
+        refuse(
+            f"sets update.policy = 'budget' with {why}, where every step needs its own weights on all nodes: leave update.policy "
+            "out, or allow a greater age."
+        )
     if learner.aggregation == "constant" and learner.constant_length == 0:
         refuse(
             "sets learner.aggregation = 'constant' without learner.constant_length: set it to the most action tokens you expect."

@@ -98,7 +98,8 @@ class EngineCounts(msgspec.Struct, frozen=True):
     """Totals since start. `prefill_tokens` is the engine's own count of context tokens it computed outside decoding.
 
     `scored_tokens` are those that `score` was asked about; they are in none of the other token counts. `discarded_tokens` are in
-    `decode_tokens` and reached nobody: sampled beyond a stop string, or for a consumer that was gone.
+    `decode_tokens` and reached nobody: sampled beyond a stop string, or for a consumer that was gone. `unclaimed_tokens` of the
+    prefilled ones are in no chunk: they were computed for a request after its last chunk, before it was gone from the engine.
     """
 
     prefill_tokens: int
@@ -113,6 +114,7 @@ class EngineCounts(msgspec.Struct, frozen=True):
     evictions: int
     scored_tokens: int = 0
     discarded_tokens: int = 0
+    unclaimed_tokens: int = 0
 
 
 class EngineDead(Exception):

@@ -91,7 +91,7 @@ def test_every_token_has_the_log_probability_of_the_weights_it_names(mode: str, 
             assert causes["first"] > 0 and causes["turn"] > 0 and causes["eviction"] > 0
             assert (causes.get("weight_update", 0) > 0) == (mode != "keep"), causes
             assert w.scheduler.events.count(Paused(0, 1, "update")) == w.scheduler.events.count(Resumed(0, 1))
-            seconds = node.shell._ledger.seconds(node.engine.counts())
+            seconds = node.shell._ledger.seconds
             assert sum(seconds.values()) == pytest.approx(node.engine.counts().prefill_seconds)
 
     run(main())
