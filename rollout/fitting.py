@@ -29,6 +29,7 @@ def fit(model: torch.nn.Module, weights: StagedWeights) -> dict[str, torch.Tenso
     if manifest.what != "full":
         raise ValueError(f"{what} are of kind '{manifest.what}', and the engine loads only full ones: send them all.")
     specs = {spec.name: spec for spec in manifest.tensors}
+    specs |= {alias: specs[name] for alias, name in manifest.aliases.items() if name in specs}
     if set(specs) != set(tensors):
         raise ValueError(f"{what} do not match their manifest ({_some(set(specs) ^ set(tensors))}): stage them again.")
     # .data: what a parameter shares with its tied twin
