@@ -46,9 +46,7 @@ def _write(gguf: Path, folder: Path) -> None:
         ) from error
     missing = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
     if missing:
-        raise UserError(
-            f"The GGUF file {gguf} lacks weights of its model ({some(missing)}): get it again whole."
-        )
+        raise UserError(f"The GGUF file {gguf} lacks weights of its model ({some(missing)}): get it again whole.")
     config = loaded.config
     del config.quantization_config  # it says that the weights are still those of the file, and that nothing can be saved
     config._name_or_path = ""
@@ -68,8 +66,8 @@ def _check_whole(gguf: Path) -> None:
         GGUFReader(str(gguf))
     except Exception as error:  # numpy's, struct's or its own, by where the cut is
         raise UserError(
-            f"The GGUF file {gguf} is damaged or cut short ({gguf.stat().st_size} bytes): get it again whole, or name another model "
-            "in model.path."
+            f"The GGUF file {gguf} is damaged or cut short ({gguf.stat().st_size} bytes): "
+            "get it again whole, or name another model in model.path."
         ) from error
 
 

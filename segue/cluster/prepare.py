@@ -117,7 +117,12 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _check_same_model(path: Path, config: Config) -> None:
     """A checkpoint holds weights of one shape, and tasks of one suite that are still to be done."""
     then, now = tomllib.loads(RunDir(path).config.read_text(encoding="utf-8")), tomllib.loads(to_toml(config))
-    for key in ("task.env", "model.path", "model.chat_template", *(f"warmstart.{key}" for key in sorted(WarmstartConfig.model_fields))):
+    for key in (
+        "task.env",
+        "model.path",
+        "model.chat_template",
+        *(f"warmstart.{key}" for key in sorted(WarmstartConfig.model_fields)),
+    ):
         table, _, name = key.partition(".")
         before, wanted = then.get(table, {}).get(name), now.get(table, {}).get(name)
         if before != wanted and key != "warmstart.threads":

@@ -73,7 +73,7 @@ GOOD = '[{"name": "price", "arguments": {"item": "lamp"}}]'
     ],
 )
 def test_nothing_is_guessed(text: Any, why: str) -> None:
-    with pytest.raises(Malformed, match=".") as refused:
+    with pytest.raises(Malformed) as refused:
         read_call(text, TOOLS)
     assert why in str(refused.value) and "\n" not in str(refused.value)
 
