@@ -241,7 +241,7 @@ class Updater:
                     await engine.load(version, staged)
                 except ValueError as error:  # nothing has changed; whatever else is raised leaves the engine paused for good
                     await engine.resume(epoch)
-                    raise NotLoaded("load", f"version {version} does not fit: {error}") from error
+                    raise NotLoaded("load", str(error).rstrip(".")) from error
                 self._sync.observe("segue_weight_sync_seconds", now() - idle, phase="load")
                 self._phase = "probe"
                 await self._prove(version, staged)
