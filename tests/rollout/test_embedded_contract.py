@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_contract import EngineContract
 from engine_models import Staged, named, save, tiny
+from engine_updates import ManyUpdates
 
 from rollout.embedded import EmbeddedEngine
 from segue.clock import ThreadCompute
@@ -106,7 +107,7 @@ def contract_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str
     return {tied: save(model_of(0, tied), folder(tied)) for tied in (False, True)}
 
 
-class TestEmbedded(EngineContract):
+class TestEmbedded(EngineContract, ManyUpdates):
     @pytest.fixture
     async def harness(self, contract_folders: dict[bool, str]) -> AsyncIterator[EmbeddedHarness]:
         harness = EmbeddedHarness(contract_folders)
