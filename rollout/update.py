@@ -258,7 +258,7 @@ class Updater:
                 self._clock.enter("load")
                 self._phase = "load"
                 try:
-                    manifest = await (self._load(version, staged) if staged is not None else self._load_arriving(order, rank))
+                    manifest = await (self._load(staged) if staged is not None else self._load_arriving(order, rank))
                 except NotLoaded:  # nothing has changed; whatever else is raised leaves the engine paused for good
                     self.keeps = kept
                     await engine.resume(epoch)
@@ -282,11 +282,11 @@ class Updater:
             if not first:
                 self._activity.end("wait_weights")
 
-    async def _load(self, version: int, staged: StagedWeights) -> Manifest:
+    async def _load(self, staged: StagedWeights) -> Manifest:
         try:
-            await self._engine.load(version, staged)
+            await self._engine.load(staged.version, staged)
         except ValueError as error:
-            raise NotLoaded("load", f"version {version} does not fit: {error}") from error
+            raise NotLoaded("load", str(error).rstrip(".")) from error
         return staged.manifest
 
     async def _load_arriving(self, order: BeginUpdate, rank: int) -> Manifest:
@@ -305,7 +305,7 @@ class Updater:
         except (NotLoaded, EngineDead):
             raise
         except ValueError as error:
-            raise NotLoaded("load", f"version {transfer.version} does not fit: {error}") from error
+            raise NotLoaded("load", str(error).rstrip(".")) from error
         except Exception as error:  # `TransferFailed`, as in `_stage`
             raise NotLoaded("transfer", f"version {transfer.version} did not arrive: {error}") from error
         finally:

@@ -92,7 +92,11 @@ class Round:
             parts.append(self._broken)
         if not parts:
             parts += [f"{name} {_says(report)}" for name, report in self._faults.items()]
-        return "; ".join(parts)
+        refused = any(report.fault is Fault.REFUSED for report in self._faults.values())
+        return "; ".join(parts) + (_ONE_MODEL if refused else "")
+
+
+_ONE_MODEL = ": start learner and nodes from one model folder"
 
 
 def _says(report: Report) -> str:

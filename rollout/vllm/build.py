@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from rollout.model_config import meta_model
 from rollout.vllm.arguments import check_arguments
 from rollout.vllm.environment import set_environment
 from rollout.vllm.expected import HEAD_SIZES_ON_CPU, head_size, kv_bytes_per_token, open_config
+from rollout.vllm.memory import check_memory, weight_bytes
 from rollout.vllm.record import SETTINGS
 from segue.errors import UserError
 
@@ -114,13 +117,17 @@ def build_engine(
         worker_extension=worker_extension,
         given=given,
     )
+    model = meta_model(config, dtype)
+    if device == "cpu":
+        total = psutil.virtual_memory().total
+        check_memory(path, weights=weight_bytes(model), kv=int(arguments["kv_cache_memory_bytes"]), total=total)
     set_environment(device, threads)
     from rollout.vllm.core import Core  # only now: vLLM reads its environment when it is imported
     from rollout.vllm.engine import VllmEngine
 
     return VllmEngine(
         Core(arguments, start_seconds),
-        meta_model(config, dtype),
+        model,
         slots=slots,
         max_tokens=max_tokens,
         score_tokens=score_tokens,

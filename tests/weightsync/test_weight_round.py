@@ -66,7 +66,9 @@ def test_a_member_that_refused_or_failed_itself_is_missing_and_one_that_lost_the
     state.hear(fault("n1", Fault.OWN, "out of memory"))
     state.hear(fault("n2", Fault.REFUSED, "no such tensor"))
     assert state.troubled and state.missing() == ["n1", "n2"]
-    assert state.reason() == "n1 failed: out of memory; n2 refused the manifest: no such tensor"
+    assert state.reason() == (
+        "n1 failed: out of memory; n2 refused the manifest: no such tensor: start learner and nodes from one model folder"
+    )
 
 
 def test_consequences_are_told_only_without_a_cause() -> None:
