@@ -137,9 +137,9 @@ class Installed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: list[str]) -> None:
         self.versions, self.requires = versions, requires
-        monkeypatch.setattr(arguments.importlib.metadata, "distribution", self._distribution)
-        monkeypatch.setattr(arguments.importlib.metadata, "version", lambda name: self._distribution(name).version)
-        monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: "vllm" if "vllm" in str(versions) else None)
+        monkeypatch.setattr(importlib.metadata, "distribution", self._distribution)
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: self._distribution(name).version)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: "vllm" if "vllm" in str(versions) else None)
 
     def _distribution(self, name: str) -> Any:
         if name not in self.versions:
@@ -223,5 +223,6 @@ def test_a_tied_head_is_counted_once_and_a_huge_kv_memory_is_refused(tmp_path: P
             score_tokens=10,
             dtype="float32",
             device="cpu",
+            worker_extension="",
             engine_args={"kv_cache_memory_bytes": 1 << 50},
         )
