@@ -14,7 +14,7 @@ class Figures:
         self._engine = engine
         self._ledger = ledger
         self._metrics = metrics
-        self._reported = 0
+        self._reported = self._discarded = 0
         self._reported_causes: dict[str, tuple[int, float]] = {}
 
     def refresh(self, episodes: int, pending_events: int) -> dict[str, float]:
@@ -23,6 +23,8 @@ class Figures:
         self._ledger.settle(engine)
         metrics.add("segue_engine_prefill_tokens_total", engine.prefill_tokens - self._reported)
         self._reported = engine.prefill_tokens
+        metrics.add("segue_discarded_tokens_total", engine.discarded_tokens - self._discarded, reason="unread")
+        self._discarded = engine.discarded_tokens
         metrics.set("segue_requests_running", engine.running)
         metrics.set("segue_episodes_running", episodes)
         metrics.set("segue_queue_depth", engine.waiting, queue="engine")

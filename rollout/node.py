@@ -109,6 +109,7 @@ class NodeShell:
             activity=activity,
             keeps=config.update.inflight == "keep",
             probe_tolerance=config.weightsync.probe_tolerance if config.weightsync.probe_tokens else None,
+            staged=config.weightsync.staging != "none",
             emit=self._emit,
             spawn=self._tasks.spawn,
         )

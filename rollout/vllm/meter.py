@@ -10,14 +10,12 @@ from segue.ports.engine import EngineCounts
 
 @dataclass(slots=True)
 class Meter:
-    """Totals. `load_seconds` went into loading weights; `unclaimed_tokens` of the prefilled ones were for requests that nobody
-    waited for any more, when vLLM did not know that yet."""
+    """Totals. `load_seconds` went into loading weights."""
 
     prefill_tokens: int = 0
     cached_tokens: int = 0
     decode_tokens: int = 0
     scored_tokens: int = 0
-    unclaimed_tokens: int = 0
     preemptions: int = 0
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -34,7 +32,7 @@ class Meter:
         self.prefill_seconds += record.prefill_seconds
         self.score_seconds += record.score_seconds
 
-    def counts(self, *, running: int, waiting: int, evictions: int) -> EngineCounts:
+    def counts(self, *, running: int, waiting: int, evictions: int, discarded: int, unclaimed: int) -> EngineCounts:
         """The totals, and how things stand."""
         return EngineCounts(
             prefill_tokens=self.prefill_tokens,
@@ -48,5 +46,6 @@ class Meter:
             preemptions=self.preemptions,
             evictions=evictions,
             scored_tokens=self.scored_tokens,
-            unclaimed_tokens=self.unclaimed_tokens,
+            discarded_tokens=discarded,
+            unclaimed_tokens=unclaimed,
         )

@@ -23,7 +23,7 @@ from scheduler.core.policy import UpdatePolicy
 from scheduler.core.rests import Rests
 from scheduler.core.tables import Tables
 from scheduler.errors import CallRefused
-from segue.ports.scheduler import Loaded, LoadFailed, Transfer, TransferResult
+from segue.ports.scheduler import Loaded, LoadFailed, Transfer, TransferResult, members_of, node_of
 from segue.trajectory import NO_VERSION
 
 ROUND = "round"
@@ -74,6 +74,7 @@ class Updates:
         self._t = tables
         self._leases = leases
         self._rolling = config.update.rolling
+        self._ranks = config.rollout.ranks
         self._deadline = config.update.deadline_seconds
         self._transfer_deadline = min(config.weightsync.deadline_seconds, config.update.deadline_seconds)
         self._pressing = pressing
@@ -197,7 +198,7 @@ class Updates:
             step=t.versions.step(version),
             transfer=self.next_transfer,
             group=self._group(members),
-            members=[node.name for node in members],
+            members=[member for node in members for member in members_of(node.name, self._ranks)],
             address=self._address,
             deadline_seconds=self._transfer_deadline,
         )
@@ -360,8 +361,9 @@ class Updates:
         t.tally.count("transfers_failed")
         self._forget_group(round)
         round.reason = reason
+        lost = {node_of(member) for member in missing}
         fenced, survivors = 0, [node for node in round.members if node.alive and node.update == round.transfer.transfer]
-        for node in [node for node in survivors if node.name in missing]:
+        for node in [node for node in survivors if node.name in lost]:
             fenced += 1
             survivors.remove(node)
             self._fence(node, "update_deadline", reason, now)
@@ -427,7 +429,7 @@ class Updates:
         if not any(node.version == newest for node in t.nodes):
             what = f"{version} reached no rollout node in {self.barren} attempts"
         elif self._blameless >= MAX_BARREN:
-            what = f"{version} could not be sent to {', '.join(round.transfer.members)} in {self.barren} attempts"
+            what = f"{version} could not be sent to {', '.join(node.name for node in round.members)} in {self.barren} attempts"
         else:
             return
         t.out.append(Fatal("weightsync", f"{what}: {why}."))

@@ -333,6 +333,13 @@ def _check(config: Config, where: str) -> None:
             "sets weightsync.probe_tokens = 1, but nothing precedes the first token, so that it has no log-probability: "
             "set it to 2 or more, or to 0 for no probe."
         )
+    if config.weightsync.staging == "none":
+        drains, patience = config.update.inflight in ("turn", "episode"), config.weightsync.deadline_seconds
+        if drains and config.update.drain_seconds >= patience:
+            refuse(
+                f"sets weightsync.staging = 'none', where a transfer waits while nodes drain, with update.drain_seconds = "
+                f"{config.update.drain_seconds:g}, not below weightsync.deadline_seconds = {patience:g}: lower it."
+            )
     if config.weightsync.backend == "nccl" and not (learner.gpus and rollout.gpus):
         refuse("sets weightsync.backend = 'nccl' without learner.gpus and rollout.gpus: set both, or use backend = 'gloo'.")
 

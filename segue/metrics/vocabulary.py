@@ -106,4 +106,4 @@ ENV_KILL_REASONS = ("start_timeout", "create_timeout", "reset_timeout", "step_ti
 """Why an env pool killed a worker; `lost` makes sure of one that died of itself."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 RPC_FAILURES = ("timeout", "lost", "error")
-DISCARD_REASONS = ("fenced", "dropped", "failed", "stopped")
+DISCARD_REASONS = ("fenced", "dropped", "failed", "stopped", "unread")

@@ -13,6 +13,7 @@ import torch
 from engine_books import Books
 from engine_contract import EngineContract
 from engine_models import Staged, named, save, tiny
+from engine_updates import ManyUpdates
 
 from rollout.embedded import EmbeddedEngine
 from segue.clock import ThreadCompute
@@ -131,7 +132,7 @@ def contract_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str
     return {tied: save(model_of(0, tied), folder(tied)) for tied in (False, True)}
 
 
-class TestEmbedded(EngineContract):
+class TestEmbedded(EngineContract, ManyUpdates):
     @pytest.fixture
     async def harness(self, contract_folders: dict[bool, str]) -> AsyncIterator[EmbeddedHarness]:
         harness = EmbeddedHarness(contract_folders)

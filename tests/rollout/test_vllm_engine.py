@@ -34,6 +34,7 @@ async def test_a_stop_string_ends_with_the_token_that_completes_it(harness: Vllm
     """Over the border of two tokens too; what vLLM sampled beyond is nobody's, and the next request is as exact."""
     engine = await harness.engine(tokenizer=made.words())
     free = await run(engine, ask(prompt(400, 10), max_tokens=40, seed=2))
+    sampled = len(free.tokens)
     for last in (0, 5, 23):
         text = made.words().decode(free.tokens[: last + 1])
         stop = text[-6:]
@@ -41,8 +42,26 @@ async def test_a_stop_string_ends_with_the_token_that_completes_it(harness: Vllm
         got = await run(engine, ask(prompt(400, 10), max_tokens=40, seed=2, stop_strings=("never said", stop)))
         assert got.finish is FinishReason.STOP
         assert got.tokens == free.tokens[:first]
+        sampled += len(got.tokens)
         close(got.logprobs, free.logprobs[:first])
-    assert engine.counts().running == engine.counts().waiting == 0
+    counts = engine.counts()
+    assert counts.running == counts.waiting == 0
+    assert counts.discarded_tokens == counts.decode_tokens - sampled, "what nobody got is counted"
+
+
+async def test_consumers_that_are_gone_leave_tokens_that_are_counted(harness: VllmHarness) -> None:
+    engine: Any = await harness.engine()
+    async with asyncio.timeout(DEADLINE):
+        consumers = [Consumer(engine, ask(prompt(405 + i, 9), max_tokens=100)) for i in range(3)]
+        await asyncio.gather(*[consumer.got.at_least(3) for consumer in consumers])
+        for consumer in consumers:
+            consumer.task.cancel()
+        await asyncio.wait([consumer.task for consumer in consumers])
+        epoch = harness.epoch()
+        await engine.pause(PauseMode.ABORT, epoch)
+        counts = engine.counts()
+        assert counts.decode_tokens == counts.discarded_tokens + sum(len(consumer.got.tokens) for consumer in consumers)
+        await engine.resume(epoch)
 
 
 async def test_requests_that_take_each_others_kv_lose_nothing_and_say_so(harness: VllmHarness) -> None:

@@ -14,9 +14,10 @@ import torch
 from engine_books import Books
 from engine_models import Staged, named, save, tiny
 
+from rollout.model_config import meta_model
 from rollout.vllm.build import engine_arguments
 from rollout.vllm.environment import set_environment
-from rollout.vllm.expected import meta_model, open_config
+from rollout.vllm.expected import open_config
 from rollout.vllm.record import Admitted
 from segue.ports.engine import Engine, PauseMode
 from segue.ports.weights import StagedWeights
@@ -24,6 +25,8 @@ from segue.ports.weights import StagedWeights
 SLOTS, MAX_TOKENS = 4, 200
 KV_BYTES = 2 * 2 * 32 * 4
 """Of a token: keys and values, two layers, one head of 32, float32."""
+EXTENSION = "vllm_faults.FaultyExtension"
+"""The real one, and a switch."""
 SHORT_BLOCKS = 20
 """Blocks of the core with tied embeddings, those that scoring keeps included: two long contexts fit, four do not."""
 CHUNK = 64
@@ -79,6 +82,7 @@ class Cores:
                 dtype="float32",
                 device="cpu",
                 seed=0,
+                worker_extension=EXTENSION,
                 given={"kv_cache_memory_bytes": SHORT_BLOCKS * 32 * KV_BYTES, "max_num_batched_tokens": CHUNK} if tied else {},
             )
             core = self._cores[tied] = Core(arguments)
