@@ -106,7 +106,6 @@ def sentence(*overrides: str) -> str:
             ["weightsync.staging=none", "update.inflight=turn", "update.drain_seconds=40"],
             ["weightsync.staging = 'none'", "update.drain_seconds = 40", "weightsync.deadline_seconds = 30", "lower it"],
         ),
-        (["weightsync.staging=none", "rollout.engine=vllm"], ["weightsync.staging = 'none'", "'vllm'", "change it"]),
         (["weightsync.backend=nccl"], ["weightsync.backend = 'nccl'", "learner.gpus and rollout.gpus", "backend = 'gloo'"]),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) and "=" in value[0] else "",
