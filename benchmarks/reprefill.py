@@ -281,9 +281,9 @@ def told(name: str, run: Mapping[str, Any]) -> str:
     """One workload on the console."""
     of = run["made_of"]
     return (
-        f"{name:>7}: predicted {run['predicted']:.3f}, measured {run['measured']:.3f} re-prefilled tokens per trained one, ratio "
-        f"{run['ratio']:.3f} (corrected {run['ratio_corrected']:.3f}); C/B {run['c_over_b']:.2f}, cv {of['cv']:.2f}, P/E[L] "
-        f"{of['prompt'] / of['length']:.2f}, E[L] {of['length']:.0f}"
+        f"{name:>7}: predicted {run['predicted']:.3f}, measured {run['measured']:.3f} re-prefilled tokens per trained token, "
+        f"ratio {run['ratio']:.3f} (corrected {run['ratio_corrected']:.3f}), C/B {run['c_over_b']:.2f}, cv {of['cv']:.2f}, "
+        f"P/E[L] {of['prompt'] / of['length']:.2f}, E[L] {of['length']:.0f}"
     )
 
 

@@ -127,6 +127,41 @@ def test_an_interrupted_episode_samples_what_it_would_have(folder: str) -> None:
     assert run(main(6)) == run(main(0))
 
 
+def test_updates_may_cross_each_its_own_way(folder: str) -> None:
+    """As under `update.policy = "budget"`: kept KV is read on by those who have it, until an update drops it; stamps are true."""
+
+    async def main() -> None:
+        ways = ["recompute", "keep", "keep", "recompute", "turn", "keep", "recompute"]
+        async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12, "max_turns": 8}), nodes=0) as w:
+            node = await start(w, folder, slots=8, chunk_tokens=1, decode_cost=0.03, prefill_cost_per_token=1e-5)
+            for episode in range(EPISODES):
+                await w.lease(episode, task=Task(f"t{episode}", "talk", episode, {"turns": 8}), group=episode)
+            spent = []
+            for way in ways:
+                await asyncio.sleep(0.1)
+                assert isinstance(await w.update(inflight=way, drain_seconds=0.05), Loaded)
+                await asyncio.sleep(0.15)
+                spent.append(node.shell.counts()["prefill_weight_update"])
+            costs = [after - before for before, after in zip([0.0, *spent], spent, strict=False)]
+            assert all((cost > 0) == (way != "keep") for way, cost in zip(ways, costs, strict=True)), costs
+            kept = 0
+            for episode in range(EPISODES):
+                log = (await w.scheduler.finished(episode)).log()
+                log.validate()
+                tokens, sampled = log.tokens.tolist(), log.mask == 1
+                clean = sampled & (log.versions == log.kv_versions)
+                kept += int((sampled & ~clean).sum())
+                assert set(log.versions[sampled & ~clean].tolist()) <= {3, 4, 7}, "only what was sampled after a keep"
+                for version in sorted(set(log.versions[clean].tolist())):
+                    expected = reference_logprobs(model_of(version), tokens, 1)
+                    for at in (clean & (log.versions == version)).nonzero()[0]:
+                        assert log.logprobs[at] == pytest.approx(expected[at - 1], abs=2e-4), (episode, at)
+            assert kept > 0
+            assert node.shell._ledger.total == node.engine.counts().prefill_tokens
+
+    run(main())
+
+
 def test_dropped_requests_are_in_the_ledger_too(folder: str) -> None:
     async def main() -> None:
         async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12}), nodes=0) as w:
