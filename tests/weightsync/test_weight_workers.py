@@ -61,6 +61,9 @@ async def world(ranks: int = 1, expected: Layout = EXPECTED) -> AsyncIterator[tu
     finally:
         sender.close()
         engine.close()
+        for thread in threading.enumerate():  # one that came back from C++ while the process exits would abort it
+            if thread.name in ("weightsync-receive", "weightsync-send", "segue-weights"):
+                await asyncio.to_thread(thread.join, GENEROUS)
 
 
 async def both(sender: TorchSender, engine: Engine, transfer: Transfer) -> tuple[Any, WorkerWeights | str]:
