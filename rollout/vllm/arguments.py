@@ -35,6 +35,8 @@ OWNED = {
             "skip_tokenizer_init",
             "speculative_config",
             "kv_transfer_config",
+            "kv_offloading_size",
+            "kv_offloading_backend",
             "disable_log_stats",
         ),
         "leave it out: Segue needs it as it is",

@@ -1,8 +1,8 @@
 """Leases: which node runs which episode, and when that right ends.
 
 Every episode has a home, the node that holds the KV of its prefix: the one it ran on last, or, before it has begun, its group's
-first node (their common prompt is cached there). Routing, when an episode is to be leased: to its home, unless that is fuller than
-the least loaded node by more than `scheduler.affinity_slack`; then to the least loaded.
+first node (their common prompt is cached there). Routing, when an episode is to be leased: to its home, unless that is fuller
+than the least loaded node by more than `scheduler.affinity_slack`; then to the least loaded.
 When a place becomes free on a full cluster: the oldest waiting group first; but an episode whose home is another node is passed
 over for one that is at home here, or for a new group, as long as that lets it fall behind by less than one batch of groups.
 With `scheduler.affinity = false` nobody has a home.

@@ -66,6 +66,16 @@ class Waiting:
             del self._by_floor[floor]
         return best[2] if best is not None else None
 
+    def beyond(self, version: int) -> bool:
+        """Whether anybody waits for newer weights than these."""
+        for floor, heap in self._by_floor.items():
+            self._meter.operations += 1
+            if floor > version:
+                self._clean(heap)
+                if heap:
+                    return True
+        return False
+
     def best_mate(self, node: Node) -> Episode | None:
         """The first in line of those that are at home on this node."""
         self._clean(node.mates)

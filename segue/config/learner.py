@@ -58,8 +58,8 @@ class LearnerConfig(Section):
     """GPUs per rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward pass; optimizer state is float32."""
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Estimator: grpo, dr_grpo or rloo."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
+    """Estimator: grpo, dr_grpo or rloo, relative to the group; reinforce, the return itself, works without a group."""
     aggregation: Literal["token", "trajectory", "constant"] = "trajectory"
     """Mean per `token`, per `trajectory`, or divided by a `constant` length."""
     constant_length: int = Field(0, ge=0)
@@ -116,6 +116,10 @@ class WeightSyncConfig(Section):
 
     backend: Literal["nccl", "gloo"] = "gloo"
     """torch.distributed backend of the broadcast group."""
+    staging: Literal["device", "host", "none"] = "device"
+    """Where new weights wait for the pause, beside those that run: `device` in the engine's memory, `host` in (page-locked)
+    memory of its machine, from where the pause copies them. `none`, where there is room for one copy only: the engine is paused
+    before the transfer starts and loads buckets as they arrive. On CPUs device and host are the same."""
     bucket_bytes: int = Field(512 << 20, ge=1024)
     """Weights are sent in buckets of about this size."""
     deadline_seconds: float = Field(30.0, gt=0.0)

@@ -65,6 +65,15 @@ class UpdateConfig(Section):
     """How long `turn` and `episode` wait before what is left is interrupted."""
     deadline_seconds: float = Field(60.0, gt=0.0)
     """A node that has not loaded by then is fenced out."""
+    policy: Literal["every", "budget"] = "every"
+    """`every` step's weights go to the nodes at once; `budget`: fewer, while recomputing what updates drop costs too much
+    (docs/reprefill.md)."""
+    reprefill_budget: float = Field(0.05, gt=0.0, lt=1.0)
+    """Share of the rollout time that may go into recomputing contexts because of updates."""
+    reprefill_window: float = Field(60.0, gt=0.0)
+    """Seconds over which that share is taken."""
+    budget_inflight: tuple[Literal["turn", "keep"], ...] = ("keep",)
+    """Where holding updates back is not enough: what may take the place of `inflight`, one after the other; `[]` for nothing."""
 
 
 class QueueConfig(Section):

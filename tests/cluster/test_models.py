@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,6 @@ def test_a_conversion_that_ends_badly_says_so(tmp_path: Path, monkeypatch: pytes
     write_gguf(file, seed=1, architecture="nosuchthing")
     with pytest.raises(UserError, match=r"The GGUF file .*odd\.gguf cannot be converted \(.*nosuchthing.*\): name another model"):
         convert(file)
-    monkeypatch.setattr(models.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(UserError, match=r"The conversion of .* ended \(exit code 1; it said nothing\): free memory, or check"):
         make_model(config(file))

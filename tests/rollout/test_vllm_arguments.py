@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from engine_models import save, tiny
 
+from rollout.model_config import meta_model
 from rollout.vllm import arguments
 from rollout.vllm.arguments import OWNED, check_arguments, check_installed, known_arguments
 from rollout.vllm.build import build_engine, engine_arguments
 from rollout.vllm.environment import set_environment
-from rollout.vllm.expected import kv_bytes_per_token, meta_model, open_config
+from rollout.vllm.expected import kv_bytes_per_token, open_config
 from rollout.vllm.memory import check_memory, weight_bytes
 from rollout.vllm.noise import generator_seed
 from segue.errors import UserError
@@ -40,6 +41,7 @@ def test_known_arguments_pass_and_what_segue_sets_is_known_to_vllm() -> None:
         ),
         ("zzzzzzzz", ["rollout.engine_args.zzzzzzzz", "leave it out"]),
         ("max_num_seqs", ["rollout.engine_args.max_num_seqs", "set rollout.slots"]),
+        ("kv_transfer_config", ["rollout.engine_args.kv_transfer_config", "leave it out"]),
         ("data_parallel_size", ["raise rollout.nodes"]),
     ],
 )
@@ -60,7 +62,15 @@ def build(folder: Path, given: dict[str, Any] | None = None, head: int = 32, dev
     if not path.is_dir():
         save(tiny(0, hidden_size=2 * head, num_attention_heads=2, num_key_value_heads=1, head_dim=head), path)
     config = open_config(str(path), 200)
-    options: dict[str, Any] = {"slots": 4, "max_tokens": 200, "score_tokens": 64, "dtype": "float32", "device": device, "seed": 3}
+    options: dict[str, Any] = {
+        "slots": 4,
+        "max_tokens": 200,
+        "score_tokens": 64,
+        "dtype": "float32",
+        "device": device,
+        "seed": 3,
+        "worker_extension": "x.Extension",
+    }
     return engine_arguments(str(path), config, given=given or {}, **options)
 
 
@@ -127,9 +137,9 @@ class Installed:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], requires: list[str]) -> None:
         self.versions, self.requires = versions, requires
-        monkeypatch.setattr(arguments.importlib.metadata, "distribution", self._distribution)
-        monkeypatch.setattr(arguments.importlib.metadata, "version", lambda name: self._distribution(name).version)
-        monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: "vllm" if "vllm" in str(versions) else None)
+        monkeypatch.setattr(importlib.metadata, "distribution", self._distribution)
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: self._distribution(name).version)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: "vllm" if "vllm" in str(versions) else None)
 
     def _distribution(self, name: str) -> Any:
         if name not in self.versions:
@@ -213,5 +223,6 @@ def test_a_tied_head_is_counted_once_and_a_huge_kv_memory_is_refused(tmp_path: P
             score_tokens=10,
             dtype="float32",
             device="cpu",
+            worker_extension="",
             engine_args={"kv_cache_memory_bytes": 1 << 50},
         )

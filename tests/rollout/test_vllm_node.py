@@ -10,14 +10,16 @@ from typing import Any
 import chat_tokenizers as made
 import pytest
 import pytest_asyncio
+import torch
 from engine_contract import DEADLINE
-from engine_models import Staged, named, probe_of, prompt, reference_logprobs
-from fake_engine import FakeReceiver
+from engine_models import named, probe_of, prompt, reference_logprobs
 from node_world import Node, World, config
 from vllm_harness import MAX_TOKENS, SLOTS, Cores, Progress, leave, model_of
+from vllm_weights import SentReceiver
 
 from segue.episode import Task
-from segue.ports.scheduler import Loaded, Transfer
+from segue.ports.scheduler import Loaded
+from segue.ports.weights import Probe
 
 pytestmark = [
     pytest.mark.processes,
@@ -29,13 +31,10 @@ FIVE_OR_FIFTY = [(6, 5), pytest.param((3, 50), marks=pytest.mark.full)]
 PROBE = prompt(7, 64)
 
 
-class Receiver(FakeReceiver):
-    """Stages the real weights of a version."""
-
-    async def stage(self, transfer: Transfer, rank: int) -> Any:
-        await super().stage(transfer, rank)
-        model = model_of(transfer.version, False)
-        return Staged(transfer.version, named(model), probe=probe_of(model, PROBE))
+def published(version: int) -> tuple[dict[str, torch.Tensor], Probe]:
+    """The real weights of a version, and what they make of the probe."""
+    model = model_of(version, False)
+    return named(model), probe_of(model, PROBE)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -58,7 +57,7 @@ async def start(w: World, cores: Cores, core: Any) -> tuple[Node, Progress]:
         tokenizer=made.words(),
         owns_core=False,
     )
-    node = await w.add_node("rollout-0", engine=engine, receiver=Receiver(0.01))
+    node = await w.add_node("rollout-0", engine=engine, receiver=SentReceiver("rollout-0", engine, published))
     return node, Progress(engine, core)
 
 
@@ -67,7 +66,8 @@ async def start(w: World, cores: Cores, core: Any) -> tuple[Node, Progress]:
 async def test_every_token_has_the_log_probability_of_the_weights_it_names(
     mode: str, load: tuple[int, int], cores: Cores, core: Any
 ) -> None:
-    """F01, F16, F26, F41: more episodes than slots, updates under load, each proved by the probe; and the ledger's sum."""
+    """F01, F16, F26, F41: more episodes than slots, updates under load, sent to vLLM's workers while they
+    decode, each proved by the probe; and the ledger's sum."""
     cfg = config(update={"inflight": mode}, rollout={"max_tokens": MAX_TOKENS, "max_turn_tokens": 12, "max_episodes": 40})
     new, updates = load
     async with asyncio.timeout(2 * DEADLINE + 4 * updates), World(cfg, nodes=0) as w:

@@ -95,7 +95,7 @@ def test_damage_is_found_per_member_and_bucket_and_misses_nobody() -> None:
         state.hear(received(name, 1, second))
     state.compare([1, 2])
     assert not state.ok and state.missing() == []
-    assert state.reason() == "bucket 1 arrived damaged at n1 (its CRC-32 differs)"
+    assert state.reason() == "bucket 1 arrived damaged at n1 (its checksum differs)"
 
 
 def test_checksums_that_do_not_come_are_damage() -> None:
