@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from benchmarks.reprefill import WORKLOADS, parse, predicted, waits_factor
+from benchmarks.reprefill import WORKLOADS, hit, parse, predicted
 
 
 @pytest.mark.parametrize(("lengths", "prompt"), [((90, 110), 20), ((1, 199), 0), ((1, 199), 150), ((10, 10, 10, 370), 30)])
@@ -35,25 +35,16 @@ def test_the_prediction_is_what_episodes_that_grow_token_by_token_pay(lengths: t
     assert predicted(**made_of, sampled=mean / 2) == 2 * predicted(**made_of, sampled=mean)
 
 
-def test_updates_that_fall_into_one_wait_are_paid_once() -> None:
+def test_whether_an_update_falls_into_a_wait() -> None:
     rng = random.Random(3)
-    gaps = [rng.expovariate(1.0) for _ in range(20_000)]
-    times, now = [], 0.0
-    for gap in gaps:
-        now += gap
-        times.append(now)
-    at, paid, dropped, upto = 0.0, 0, 0, 0
-    while at < times[-1] - 10:
-        for length, waits in ((0.5, False), (2.0, True)):
-            first = upto
-            while times[upto] < at + length:
-                upto += 1
-            dropped += upto - first
-            paid += min(1, upto - first) if waits else upto - first
-            at += length
-    assert paid / dropped == pytest.approx(waits_factor(0.5, 2.0, gaps), rel=0.03)
-    assert waits_factor(1.0, 0.0, [1.0]) == 1.0
-    assert waits_factor(0.0, 3.0, [1.0, 1.0]) == pytest.approx(1 / 3)
+    gaps = [rng.expovariate(1.0) for _ in range(2_000)]
+    times = [sum(gaps[: n + 1]) for n in range(len(gaps))]
+    found = 0
+    for _ in range(4_000):
+        at = rng.uniform(0.0, times[-1] - 1.0)
+        found += any(at <= time < at + 0.7 for time in times)
+    assert hit(0.7, gaps) == pytest.approx(found / 4_000, abs=0.03)
+    assert hit(3.0, [1.0, 2.0]) == 1.0 and hit(0.5, [1.0]) == 0.5 and hit(0.0, [1.0]) == 0.0
 
 
 def test_the_default_is_the_three_workloads_of_the_claim() -> None:
