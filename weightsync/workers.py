@@ -84,8 +84,8 @@ class WorkersReceiver:
         """Have the workers take part in `transfer`, the first as `rank`; everything is there and verified when this returns.
 
         A newer call supersedes one that still runs; after a failure or a cancellation the workers let go of what they have.
-        Raises `TransferFailed`, by the deadline at the latest; `EngineDead` where a worker has ended, or none can be reached: this
-        engine gets no weights any more.
+        Raises `TransferFailed`, by the deadline at the latest; `EngineDead` where a worker has ended or cannot be reached:
+        this engine gets no weights any more.
         """
         return await self._begin(transfer, rank, open=False)
 

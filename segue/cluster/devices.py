@@ -42,8 +42,8 @@ def with_devices(config: Config, gpus: int | None = None) -> Config:
     if workers > 1 and users > count:
         raise UserError(
             f"{config.rollout.nodes} rollout nodes of {workers} workers each (rollout.engine_args) and {config.learner.ranks} "
-            f"learner ranks need {users} GPUs, and this machine has {count}: lower rollout.nodes, learner.ranks or the workers, or "
-            "set rollout.gpus and learner.gpus for a cluster that has more."
+            f"learner ranks need {users} GPUs, and this machine has {count}: lower rollout.nodes, learner.ranks or the "
+            "workers, or set rollout.gpus and learner.gpus for a cluster that has more."
         )
     share = 1.0 if users <= count else int(100 * count / users) / 100
     update: dict[str, Any] = {
