@@ -91,17 +91,14 @@ class EmbeddedEngine:
         self._batch: DecodeBatch | None = None  # None: who decodes has changed
         self._arrivals = 0
         self._steps_waited = 0
-
         self._version = NO_VERSION
         self._pauses = Pauses()
         self._ending: list[Sequence] = []
-
         self._server: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._dead: EngineDead | None = None
-
         self._meter = Meter()
         self._control = Control(self._watched, self._meter, self._die)
 
@@ -363,19 +360,12 @@ class EmbeddedEngine:
             await self._watched.run(lambda: runner.admit(plan.placements), prefilled * self._prefill_cost)
             self._meter.prefill_seconds += now() - started
 
-    def _rows(self) -> list[Sequence | None]:
-        """Who is in which row, up to the last one that decodes."""
-        rows = [slot.sequence for slot in self._policy.slots]
-        while rows[-1] is None:
-            rows.pop()
-        return rows
-
     async def _decode(self) -> None:
         runner, batch = self._check(), self._batch
         moves: list[tuple[int, int, int]] = []
         if batch is None:
             moves = self._policy.compact()
-            batch = self._batch = runner.batch(self._rows())
+            batch = self._batch = runner.batch(self._policy.rows())
         noise = batch.uniform()
         started = now()
 
