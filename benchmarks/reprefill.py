@@ -109,11 +109,12 @@ WORKLOADS = {
     ),
     "waits": Workload(
         "environments take longer than the interval of updates",
-        steps=50,
+        steps=80,
         places=48,
-        groups=8,
+        groups=4,
         overrides={
-            "task.args.mean": 1.5,
+            "staleness.max_age": 16,
+            "task.args.mean": 2.0,
             "task.args.turns_min": 3,
             "task.args.turns_max": 9,
             "rollout.max_turn_tokens": 40,
@@ -133,13 +134,16 @@ def predicted(*, concurrent: float, per_update: float, cv: float, prompt: float,
     return concurrent / per_update * ((1 + cv**2) / 2 + prompt / length) * length / sampled
 
 
-def waits_factor(generate: float, wait: float, interval: float) -> float:
+def waits_factor(generate: float, wait: float, gaps: Sequence[float]) -> float:
     """Which share of the dropped contexts is computed again, where episodes wait `wait` seconds for every `generate` they sample.
 
-    With an update every `interval` an episode's context is dropped (g + w)/T times per turn. Each drop while it samples is paid;
-    those in one wait are paid once together, when the next turn begins: g/T + min(1, w/T).
+    With updates `gaps` seconds apart, T on average, an episode's context is dropped (g + w)/T times per turn. Each drop while it
+    samples is paid; those in one wait are paid once together, when the next turn begins: g/T + Pr(an update falls into the wait),
+    which is 1 − Σ max(0, gap − w) / Σ gap for a wait that begins at any time.
     """
-    return (generate + min(interval, wait)) / (generate + wait)
+    interval = sum(gaps) / len(gaps)
+    hit = 1.0 - sum(max(0.0, gap - wait) for gap in gaps) / sum(gaps)
+    return (generate + hit * interval) / (generate + wait) if generate + wait > 0.0 else 1.0
 
 
 def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, Any]:
@@ -173,7 +177,7 @@ def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, An
     }
     again = grown(before, after, "rollout", "segue_prefill_tokens_total", cause="weight_update")
     phi, measured = predicted(**made_of), again / trained
-    corrected = phi * waits_factor(generating / turns, between / turns, seconds / updates)
+    corrected = phi * waits_factor(generating / turns, between / turns, [line["step_seconds"] for line in here])
     if group > 1:
         corrected = predicted(**{**made_of, "prompt": prompt / group})
     return {
