@@ -71,7 +71,7 @@ class TokenLog(msgspec.Struct, frozen=True):
         if sum(s.length for s in self.segments) != n:
             raise ValueError(f"segments cover {sum(s.length for s in self.segments)} of {n} tokens")
         sampled = self.mask == 1
-        count = np.count_nonzero(sampled)
+        count = int(np.count_nonzero(sampled))
         if np.count_nonzero(self.mask) != count:
             raise ValueError("mask has values other than 0 and 1")
         if np.count_nonzero(np.isfinite(self.logprobs)) != n or np.count_nonzero(_where(sampled, count, self.logprobs) > 1e-4):

@@ -117,11 +117,12 @@ def decode(data: bytes, kind: type[M]) -> M:
         return _decode_slowly(body, kind)
     if name != kind.kind:
         raise UnknownMessage(f"expected a {kind.kind} and got a {name!r}")
+    assert isinstance(message, kind)
     return message
 
 
 @functools.cache
-def _decoder(kind: type[M]) -> msgspec.msgpack.Decoder[tuple[str, M]]:
+def _decoder(kind: type[Message]) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(tuple[str, kind], dec_hook=_decode_hook)  # type: ignore[valid-type]
 
 

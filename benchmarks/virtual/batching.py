@@ -5,8 +5,9 @@ with c = decode_seconds + decode_seconds_per_request · b, gives every request o
 
     T(n) = (c + h·K)·n + ½·h·b·n²
 
-seconds (the sum over steps with n² for n·(n − 1): a continuous count of steps), which can be solved for n: nobody has to look at single
-steps. Prefill goes first: what was admitted stalls the whole batch for its prefill seconds. Between events the engine does one of the two.
+seconds (the sum over steps with n² for n·(n − 1): a continuous count of steps), which can be solved for n: nobody has to look at
+single steps. Prefill goes first: what was admitted stalls the whole batch for its prefill seconds. Between events the engine does
+one of the two.
 """
 
 from __future__ import annotations

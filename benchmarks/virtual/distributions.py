@@ -1,8 +1,9 @@
-"""Random numbers without state: a draw is a function of its keys alone, so that no draw depends on what was drawn before it, on which
-node or in which attempt it was made, and all arms of a benchmark meet the same lengths and latencies.
+"""Random numbers without state: a draw is a function of its keys alone, so that no draw depends on what was drawn before it, on
+which node or in which attempt it was made, and all arms of a benchmark meet the same lengths and latencies.
 
 A value is the quantile of a normal deviate that may be made of three parts: one that all members of a group share, one that all
-turns of an episode share, and the draw's own (a Gaussian copula). Whatever the shares, the distribution of a single draw is as stated.
+turns of an episode share, and the draw's own (a Gaussian copula). Whatever the shares, the distribution of a single draw is as
+stated.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Kind = Literal["constant", "gaussian", "lognormal", "pareto", "empirical"]
 class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One distribution of a scenario.
 
-    kind           constant; gaussian; lognormal; pareto (Lomax, begins at 0: heavy tail); empirical (values of `file`, interpolated)
+    kind           constant; gaussian; lognormal; pareto (Lomax, begins at 0: heavy tail); empirical (of `file`, interpolated)
     mean           of all but empirical; exact before `low` and `high` cut
     spread         gaussian: standard deviation; lognormal: sigma of the logarithm; pareto: the tail index, above 1
     file           empirical: numbers, one per line, beside the scenario file
@@ -67,7 +68,7 @@ class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Draws:
-    """A distribution ready to draw from. `values` are those of an empirical one; `stream` keeps several apart under equal keys."""
+    """A distribution ready to draw from. `values` are an empirical one's; `stream` keeps several apart under equal keys."""
 
     def __init__(self, spec: Distribution, stream: int, values: Sequence[float] = ()) -> None:
         self.spec = spec

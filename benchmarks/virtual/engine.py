@@ -36,9 +36,20 @@ class Sequence:
     """One request: `target` tokens to sample, `done` of them before the last admission; running from step `began` to `ends`."""
 
     __slots__ = (
-        "admissions", "admitted", "arrival", "began", "context", "done", "ends", "finish", "given", "out", "request", "running", "spans",
+        "admissions",
+        "arrival",
+        "began",
+        "context",
+        "done",
+        "ends",
+        "finish",
+        "given",
+        "out",
+        "request",
+        "running",
+        "spans",
         "target",
-    )  # fmt: skip
+    )
 
     def __init__(self, request: GenerateRequest, target: int, finish: FinishReason, arrival: int) -> None:
         self.request = request
@@ -49,7 +60,6 @@ class Sequence:
         self.done = 0
         self.given = 0
         self.running = False
-        self.admitted = False
         self.began = 0.0
         self.ends = 0.0
         self.admissions: list[Admission] = []
@@ -255,7 +265,7 @@ class ModelledEngine:
         self._prefill_tokens += prefilled
         self._cached_tokens += cached
         batch.join(context + 1, prefilled)
-        sequence.running = sequence.admitted = True
+        sequence.running = True
         sequence.began = batch.steps
         sequence.ends = batch.steps + (sequence.target - sequence.done)
         self._running[request.id] = sequence
@@ -287,7 +297,8 @@ class ModelledEngine:
         self._timer = None
         if self._ends:
             self._batch.advance(now())
-            self._batch.steps = max(self._batch.steps, self._ends[0][0])  # a clock of finite resolution must not come again for nothing
+            # A clock has a finite resolution: without this it might come again and again for less than that.
+            self._batch.steps = max(self._batch.steps, self._ends[0][0])
         self._pump()
 
     def _full(self) -> None:

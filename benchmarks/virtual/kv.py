@@ -1,7 +1,8 @@
 """The KV cache of a modelled engine: what idle episodes keep between their turns, in tokens. Pure.
 
-Prefixes are kept per episode under the weight version they were computed with (their lineage), least recently used first to go. The
-prompt that group-mates have in common is found in any mate's KV of that lineage; its memory is counted once per episode all the same.
+Prefixes are kept per episode under the weight version they were computed with (their lineage), least recently used first to go.
+The prompt that group-mates have in common is found in any mate's KV of that lineage; its memory is counted once per episode all
+the same.
 """
 
 from __future__ import annotations

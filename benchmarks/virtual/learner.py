@@ -80,7 +80,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def read_batch(batch: Batch, config: Config) -> Work:
-    """Count a batch's tokens. Raises `AssertionError` for one over age (promise 2), `ValueError` for a stamp that cannot be true."""
+    """Count a batch's tokens. Raises `AssertionError` for one over age (promise 2), `ValueError` for a stamp that cannot be so."""
     rule, masked = config.staleness, config.learner.mask_outcomes
     tokens = old = 0
     ages: Counter[int] = Counter()
@@ -179,12 +179,13 @@ class ModelledLearner:
             work = read_batch(batch, self._config)
             self.works.append(work)
             self._clock.enter("compute")
-            await asyncio.sleep(self._model.step_seconds + self._per_token * work.tokens)
-            self._count(work)
+            seconds = self.step_seconds(work)
+            await asyncio.sleep(seconds)
+            self._count(work, waited, seconds)
             every = self._config.checkpoint.every
             saves = step + 1 == self._config.steps or (every > 0 and (step + 1) % every == 0)
             await self._ask(TRAINED, TrainedReport(step, {**work.stats, "wait_seconds": waited}, work.ages, cut=saves))
-            self._line(step, now() - ended, waited, work)
+            self._line(step, now() - ended, waited, seconds, work)
             ended = now()
             self._at_step(step + 1)
             if saves:
@@ -195,6 +196,10 @@ class ModelledLearner:
                 await self._publish(step + 1)
         self._clock.enter("other")
 
+    def step_seconds(self, work: Work) -> float:
+        """What training a batch takes."""
+        return self._model.step_seconds + self._per_token * work.tokens
+
     async def stop(self) -> None:
         """End the transfers."""
         for task in self._transfers.values():
@@ -204,16 +209,22 @@ class ModelledLearner:
         assert self._scheduler is not None, "connect comes first"
         deadline = now() + self._config.learner.batch_wait_seconds
         while True:
-            reply = await ask(self._scheduler, TAKE_BATCH, TakeBatch(step, 0, LONG_POLL_SECONDS), LONG_POLL_SECONDS + CALL_SECONDS)
+            reply = await ask(
+                self._scheduler, TAKE_BATCH, TakeBatch(step, 0, LONG_POLL_SECONDS), LONG_POLL_SECONDS + CALL_SECONDS
+            )
             if reply.batch is not None or reply.stop:
                 return reply.batch
             if now() >= deadline:
-                raise RunFailed("scheduler", f"No batch of step {step} came within {self._config.learner.batch_wait_seconds:g} s.")
+                raise RunFailed(
+                    "scheduler", f"No batch of step {step} came within {self._config.learner.batch_wait_seconds:g} s."
+                )
 
     async def _publish(self, step: int) -> None:
+        began = now()
         with self._clock.in_state("wait_publish"):
             await asyncio.sleep(self._model.gather_seconds)
             self.version = (await self._ask(PUBLISH, Publish(step, ADDRESS))).version
+        self._metrics.observe("segue_learner_step_seconds", now() - began, phase="publish")
 
     async def _send_weights(self, request: SendWeights) -> Done:
         transfer = request.transfer
@@ -235,15 +246,22 @@ class ModelledLearner:
         except PeerTimeout as error:
             raise RunFailed("scheduler", f"The scheduler did not answer {rpc.name}: {error}.") from error
 
-    def _count(self, work: Work) -> None:
+    def _count(self, work: Work, waited: float, seconds: float) -> None:
+        self._metrics.observe("segue_learner_step_seconds", waited, phase="wait_batch")
+        self._metrics.observe("segue_learner_step_seconds", seconds, phase="forward_backward")
         self._metrics.add("segue_learner_steps_total")
         self._metrics.add("segue_trained_tokens_total", work.stats["tokens_trained"])
         self._metrics.add("segue_masked_tokens_total", work.stats["tokens_masked_age"], reason="age")
         self._metrics.observe_counts("segue_token_staleness_versions", range(len(work.ages)), work.ages)
 
-    def _line(self, step: int, seconds: float, waited: float, work: Work) -> None:
+    def _line(self, step: int, seconds: float, waited: float, computed: float, work: Work) -> None:
         """As metrics.jsonl has it, but in exact times; what only the scheduler knows is left out."""
-        times = {"elapsed_seconds": now(), "step_seconds": seconds, "wait_seconds": waited}
+        times = {
+            "elapsed_seconds": now(),
+            "step_seconds": seconds,
+            "wait_seconds": waited,
+            "forward_backward_seconds": computed,
+        }
         self.lines.append({"step": step, **times, "version": self.version, "ages": work.ages, **work.stats})
 
     def _failed(self, method: str, error: Exception) -> None:

@@ -1,7 +1,7 @@
 """A scenario: what a virtual cluster and its workload are like, from a TOML file. Times are seconds, lengths tokens.
 
-The table `[config]` holds Segue's own keys (docs/config.md): mode, batch, group, staleness, update, rollout, …, checked as for a real
-run. Everything else describes what is modelled. A mistake in a file is one sentence: where, what, and what to do.
+The table `[config]` holds Segue's own keys (docs/config.md): mode, batch, group, staleness, update, rollout, …, checked as for a
+real run. Everything else describes what is modelled. A mistake in a file is one sentence: where, what, and what to do.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class WorkloadModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LearnerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One learner of `gpus` GPUs: a step takes `step_seconds + seconds_per_token · tokens`, context included; after it the weights
-    are gathered (`gather_seconds`), and at `checkpoint.every` a checkpoint written."""
+    """One learner of `gpus` GPUs: a step takes `step_seconds + seconds_per_token · tokens`, context included; after it the
+    weights are gathered (`gather_seconds`), and at `checkpoint.every` a checkpoint written."""
 
     step_seconds: float = 1.0
     seconds_per_token: float = 0.0
@@ -121,7 +121,9 @@ def load_world(path: Path, overrides: Mapping[str, Any] | None = None) -> World:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"There is no scenario file {path}: name one that exists, for instance one of benchmarks/scenarios/.") from None
+        raise UserError(
+            f"There is no scenario file {path}: name one that exists, for instance one of benchmarks/scenarios/."
+        ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a readable TOML file ({error}): correct it.") from None
     return build_world(_merged(data, overrides or {}), str(path), path.parent)
@@ -183,7 +185,11 @@ def _check_numbers(scenario: Scenario, where: str) -> None:
     for name, value in (probabilities | {"workload.success": scenario.workload.success}).items():
         if value > 1.0:
             raise UserError(f"{where} sets {name} = {value}, which is a probability: set it to 1 or less.")
-    positive = {"unit": scenario.unit, "engine.kv_tokens": scenario.engine.kv_tokens, "engine.block_tokens": scenario.engine.block_tokens}
+    positive = {
+        "unit": scenario.unit,
+        "engine.kv_tokens": scenario.engine.kv_tokens,
+        "engine.block_tokens": scenario.engine.block_tokens,
+    }
     for name, value in (positive | {"engine.gpus": scenario.engine.gpus}).items():
         if value < 1:
             raise UserError(f"{where} sets {name} = {value}: set it to 1 or more.")

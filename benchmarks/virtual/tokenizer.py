@@ -1,5 +1,5 @@
-"""The modelled model's tokenizer: one token per byte, and one per special token, so that a text of n characters is n tokens and the
-production `rollout.chat.ChatRenderer` renders it. The template adds as few tokens as a template can.
+"""The modelled model's tokenizer: one token per byte, and one per special token, so that a text of n characters is n tokens and
+the production `rollout.chat.ChatRenderer` renders it. The template adds as few tokens as a template can.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ class ByteTokenizer:
         return {i: _Added(text) for text, i in SPECIAL.items()}
 
     def apply_chat_template(
-        self, messages: Sequence[dict[str, str]], *, tools: Any = None, tokenize: bool = False, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        tools: Any = None,
+        tokenize: bool = False,
+        add_generation_prompt: bool = False,
     ) -> str:
         """The text of a conversation; tools go in front as a system message."""
         assert not tokenize, "the renderer encodes by itself"
@@ -62,9 +67,7 @@ class ByteTokenizer:
         ids += text[start:].encode()
         return ids
 
-    def decode(
-        self, ids: Sequence[int], *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
-    ) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False) -> str:
         """The text of ids."""
         try:
             return bytes(ids).decode("latin-1")

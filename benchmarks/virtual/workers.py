@@ -11,7 +11,21 @@ import msgspec
 
 from benchmarks.virtual.scenario import EnvModel
 from benchmarks.virtual.workload import Workload
-from envpool.messages import Act, Acted, Call, Dispose, Disposed, LoadedSuite, Made, Make, Observed, Raised, Reply, Reset, RestoreTo
+from envpool.messages import (
+    Act,
+    Acted,
+    Call,
+    Dispose,
+    Disposed,
+    LoadedSuite,
+    Made,
+    Make,
+    Observed,
+    Raised,
+    Reply,
+    Reset,
+    RestoreTo,
+)
 from envpool.workers import Sink
 from segue.clock import now
 from segue.episode import FailureClass

@@ -60,7 +60,9 @@ class Workload:
 
     def strikes(self, what: int, probability: float, group: int, member: int, attempt: int, turn: int) -> bool:
         """Whether fault number `what` happens in this turn of this attempt."""
-        return probability > 0.0 and uniform((self._seed << 8) + _FAULT + what, group, member, (attempt << 24) + turn) < probability
+        return (
+            probability > 0.0 and uniform((self._seed << 8) + _FAULT + what, group, member, (attempt << 24) + turn) < probability
+        )
 
     def _units(self, tokens: float) -> int:
         return round(tokens / self._unit)

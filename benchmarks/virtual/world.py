@@ -1,5 +1,5 @@
-"""A virtual world: the production shells of scheduler, nodes and env pools in one process on one loop with a logical clock, wired with
-in-process peers as serial mode is, and the modelled parts at their ports. `run` plays a scenario to its end.
+"""A virtual world: the production shells of scheduler, nodes and env pools in one process on one loop with a logical clock, wired
+with in-process peers as serial mode is, and the modelled parts at their ports. `run` plays a scenario to its end.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ class VirtualCluster:
             self.roles[f"rollout-{rank}"] = self._node(f"rollout-{rank}", workload, hub, renderer)
         model = scenario.learner
         if self._sink:
-            model = msgspec.structs.replace(model, step_seconds=0.0, seconds_per_token=0.0, gather_seconds=0.0, checkpoint_seconds=0.0)
+            model = msgspec.structs.replace(
+                model, step_seconds=0.0, seconds_per_token=0.0, gather_seconds=0.0, checkpoint_seconds=0.0
+            )
         clock = self._clock("learner-0", "learner")
         self.learner = self.roles["learner-0"] = ModelledLearner(
             config, model, scenario.unit, hub, self._metrics["learner-0"], clock, self._at_step, updates=not self._sink
