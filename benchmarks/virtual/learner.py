@@ -80,7 +80,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def read_batch(batch: Batch, config: Config) -> Work:
-    """Count a batch's tokens. Raises `AssertionError` for one over age (promise 2), `ValueError` for a stamp that cannot be so."""
+    """Count a batch's tokens. Raises `AssertionError` for one over age (promise 2), `ValueError` for a stamp that cannot be."""
     rule, masked = config.staleness, config.learner.mask_outcomes
     tokens = old = 0
     ages: Counter[int] = Counter()

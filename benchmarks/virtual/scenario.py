@@ -126,7 +126,7 @@ def load_world(path: Path, overrides: Mapping[str, Any] | None = None) -> World:
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a readable TOML file ({error}): correct it.") from None
-    return build_world(_merged(data, overrides or {}), str(path), path.parent)
+    return build_world(merged(data, overrides or {}), str(path), path.parent)
 
 
 def build_world(data: Mapping[str, Any], where: str, folder: Path = Path()) -> World:
@@ -209,7 +209,7 @@ def _check_fit(scenario: Scenario, config: Config, where: str) -> None:
 
 def _config(scenario: Scenario, where: str) -> Config:
     """The run's config: that of the file, with lengths in units, and what virtual time fixes."""
-    data = _merged(scenario.config, {})
+    data = merged(scenario.config, {})
     for taken in ("task", "model", "warmstart", "eval"):
         if taken in data:
             raise UserError(f"{where} sets config.{taken}, which virtual time has no use for: remove it.")
@@ -240,13 +240,13 @@ def _read_values(path: Path, what: str) -> tuple[float, ...]:
     return values
 
 
-def _merged(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merged(data: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of nested tables with others laid over."""
-    result = {key: _merged(value, {}) if isinstance(value, Mapping) else value for key, value in data.items()}
+    result = {key: merged(value, {}) if isinstance(value, Mapping) else value for key, value in data.items()}
     for key, value in over.items():
         below = result.get(key)
         if isinstance(value, Mapping):
-            result[key] = _merged(below if isinstance(below, dict) else {}, value)
+            result[key] = merged(below if isinstance(below, dict) else {}, value)
         else:
             result[key] = value
     return result
