@@ -8,7 +8,6 @@ stated.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -21,14 +20,15 @@ _NORMAL = NormalDist()
 _ROOT_2 = math.sqrt(2.0)
 _BELOW_1 = 1.0 - 2.0**-53
 
-Kind = Literal["constant", "gaussian", "lognormal", "pareto", "empirical"]
+Kind = Literal["constant", "uniform", "gaussian", "lognormal", "pareto", "empirical"]
 
 
 class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One distribution of a scenario.
 
-    kind           constant; gaussian; lognormal; pareto (Lomax, begins at 0: heavy tail); empirical (of `file`, interpolated)
-    mean           of all but empirical; exact before `low` and `high` cut
+    kind           constant; uniform (from `low` to `high`); gaussian; lognormal; pareto (Lomax: begins at 0, heavy tail);
+                   empirical (values of `file`, interpolated)
+    mean           of all but uniform and empirical; exact before `low` and `high` cut
     spread         gaussian: standard deviation; lognormal: sigma of the logarithm; pareto: the tail index, above 1
     file           empirical: numbers, one per line, beside the scenario file
     negatives      of a gaussian that stands for a time or a length: `clip` makes them 0 (the mean rises a little), `redraw` takes
@@ -57,6 +57,8 @@ class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return f"has mean = {self.mean:g}: set it to 0 or more"
         if not (math.isfinite(self.spread) and self.spread >= 0.0):
             return f"has spread = {self.spread:g}: set it to 0 or more"
+        if self.kind == "uniform" and self.high <= self.low:
+            return f"is uniform between low = {self.low:g} and high = {self.high:g}: set high above low"
         if self.kind == "pareto" and self.spread <= 1.0:
             return f"is a pareto with spread = {self.spread:g}, which has no mean: set the tail index above 1"
         if not 0.0 <= self.low < math.inf or (self.high and self.high < self.low):
@@ -79,7 +81,7 @@ class Draws:
         self._group = math.sqrt(spec.group_share)
         self._episode = math.sqrt(spec.episode_share)
         self._own = math.sqrt(max(0.0, 1.0 - spec.group_share - spec.episode_share))
-        self._constant = spec.kind == "constant" or (spec.kind != "empirical" and spec.mean == 0.0)
+        self._constant = spec.kind == "constant" or (spec.kind not in ("uniform", "empirical") and spec.mean == 0.0)
 
     def draw(self, group: int, episode: int, turn: int) -> float:
         """The value for one turn of one episode; `episode` names it across the whole run."""
@@ -101,6 +103,8 @@ class Draws:
         mean, spread = spec.mean, spec.spread
         if self._constant:
             value = mean
+        elif spec.kind == "uniform":
+            value = spec.low + u * (spec.high - spec.low)
         elif spec.kind == "gaussian":
             if spread == 0.0:
                 value = mean
@@ -123,10 +127,6 @@ class Draws:
     def mean(self, points: int = 20_000) -> float:
         """The mean of what is drawn, cuts included: midpoints of `points` equal shares."""
         return sum(self.quantile((i + 0.5) / points) for i in range(points)) / points
-
-    def share_below(self, value: float, points: int = 20_000) -> float:
-        """The share of draws below `value`."""
-        return bisect.bisect_left(range(points), value, key=lambda i: self.quantile((i + 0.5) / points)) / points
 
     def _cut(self, value: float) -> float:
         low, high = self.spec.low, self._high

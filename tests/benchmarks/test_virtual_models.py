@@ -1,4 +1,4 @@
-"""The modelled parts against slow references: distributions against samples, batching and the engine against a loop over steps."""
+"""The modelled parts against slow references: distributions against samples, batching and engine against a loop over steps."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def samples(spec: Distribution, values: tuple[float, ...] = (), groups: int = 50
     ("spec", "mean", "deviation"),
     [
         (Distribution(mean=3.0), 3.0, 0.0),
+        (Distribution("uniform", low=2.0, high=6.0), 4.0, 4.0 / math.sqrt(12.0)),
         (Distribution("gaussian", 10.0, 1.0), 10.0, 1.0),
         (Distribution("lognormal", 10.0, 0.5), 10.0, 10.0 * math.sqrt(math.exp(0.25) - 1.0)),
         (Distribution("pareto", 10.0, 4.0), 10.0, math.sqrt(4.0 / (3.0**2 * 2.0)) * 30.0),
@@ -294,7 +295,7 @@ def test_counts_are_those_of_the_admissions_and_an_abort_gives_back_what_there_w
         assert all(a.context == a.cached + a.prefilled for a in admissions)
         return first, chunk
 
-    first, chunk = run(work)
+    _, chunk = run(work)
     assert chunk.finish is FinishReason.ABORTED and 0 < len(chunk.tokens) < 40
     assert chunk.admissions[0].cached == 239 // 16 * 16 and chunk.admissions[0].block == 239 % 16
 

@@ -87,8 +87,19 @@ def test_every_part_but_those_at_the_ports_is_the_production_class(tmp_path: Pat
 
 
 def test_nothing_of_the_roles_is_copied_or_subclassed() -> None:
-    production = (SchedulerShell, SchedulerCore, TrajectoryQueue, NodeShell, EpisodeLoop, Outbox, ExchangeLoop, Updater, Ledger)
-    production += (PoolShell, Pool, Instances)
+    scheduler = (SchedulerShell, SchedulerCore, TrajectoryQueue)
+    production: tuple[type, ...] = (
+        *scheduler,
+        NodeShell,
+        EpisodeLoop,
+        Outbox,
+        ExchangeLoop,
+        Updater,
+        Ledger,
+        PoolShell,
+        Pool,
+        Instances,
+    )
     folder = Path(benchmarks.virtual.__file__).parent
     for path in folder.glob("*.py"):
         name = f"benchmarks.virtual.{path.stem}" if path.stem != "__init__" else "benchmarks.virtual"
