@@ -25,6 +25,7 @@ SCHEMA_VERSION = 1
 _MAGIC = b"SG"
 _HEADER = struct.Struct("<2sBI")
 _DTYPES = ("<i4", "<i8", "<f4", "<f8", "|u1", "|i1", "<u4", "<i2", "<u2", "|b1")
+_SIZES = {name: np.dtype(name).itemsize for name in _DTYPES}
 
 
 class TruncatedMessage(WireError):
@@ -71,6 +72,9 @@ def unpack_array(value: Any) -> np.ndarray[Any, Any]:
     if not (isinstance(value, (list, tuple)) and len(value) == 3 and isinstance(value[2], bytes)):
         raise ValueError("expected an array [dtype, shape, bytes]")
     dtype, shape, raw = value
+    size = _SIZES.get(dtype) if isinstance(dtype, str) else None
+    if size and isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] * size == len(raw):
+        return np.frombuffer(raw, dtype=dtype)  # what nearly all are
     if dtype not in _DTYPES or not isinstance(shape, (list, tuple)) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"bad array header {dtype!r} {shape!r}")
     count = 1
