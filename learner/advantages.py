@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 Array = np.ndarray[Any, Any]
-Estimator = Literal["grpo", "dr_grpo", "rloo"]
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce"]
 
 DELTA = 1e-6
 """Added to σ in grpo (arXiv 2402.03300)."""
@@ -34,7 +34,8 @@ def group_advantages(
     """Advantages of n trajectories with returns `rewards` [n], grouped by id (never by position), over their valid members.
 
     grpo (R − μ)/(σ + δ) with population σ (arXiv 2402.03300); dr_grpo R − μ (2503.20783); rloo R − mean of the others
-    (2402.14740). A group without variance or with one valid member gets 0. Raises ValueError on a reward that is not finite.
+    (2402.14740). A group without variance or with one valid member gets 0. reinforce is R itself (Williams 1992), and needs no
+    other members. Raises ValueError on a reward that is not finite.
     """
     r = np.asarray(rewards, dtype=np.float64)
     ids = np.asarray(groups)
@@ -51,12 +52,16 @@ def group_advantages(
         if len(members) == 0:
             continue
         own = r[members]
+        if estimator == "reinforce":
+            values[members] = own
         if np.ptp(own) < SAME:
             zero_variance += 1
             single += len(members) == 1
             deviations.append(0.0)
             continue
         deviations.append(float(own.std()))
+        if estimator == "reinforce":
+            continue
         centred = own - own.mean()
         if estimator == "grpo":
             values[members] = centred / (own.std() + DELTA)

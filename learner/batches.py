@@ -14,7 +14,7 @@ import numpy as np
 
 from learner.advantages import GroupAdvantages, group_advantages
 from learner.aggregate import token_scales
-from learner.diagnostics import Lengths, age_diagnostics, length_diagnostics, mean_info
+from learner.diagnostics import Lengths, age_diagnostics, context_diagnostics, length_diagnostics, mean_info
 from learner.packing import Row, pack, plan, useful_length
 from learner.staleness import assert_bound, keep_mask, token_ages
 from segue import wire
@@ -222,6 +222,10 @@ def batch_stats(members: Sequence[Member], found: GroupAdvantages) -> dict[str, 
             np.concatenate([none, *(m.ages[m.trajectory.log.mask == 1] for m in members)]), np.concatenate([none, *trained])
         ),
         **length_diagnostics(lengths),
+        **context_diagnostics(
+            np.array([int(log.mask.argmax()) for log in logs if log.mask.any()]),
+            np.array([len(log) for log in logs if log.mask.any()]),
+        ),
         **{f"outcome_{outcome}": outcomes.count(outcome) / max(1, len(members)) for outcome in Outcome},
         **mean_info([member.trajectory.info for member in members]),
     }

@@ -148,6 +148,17 @@ def length_diagnostics(lengths: Lengths) -> dict[str, float]:
     }
 
 
+def context_diagnostics(prompts: Array, lengths: Array) -> dict[str, float]:
+    """Per trajectory [n]: tokens before the first sampled one, and of the whole. What docs/reprefill.md's prediction is made of:
+    the means of both and of the square of what comes after the prompt."""
+    after = (lengths - prompts).astype(float)
+    return {
+        "prompt_tokens": float(prompts.mean()) if len(prompts) else 0.0,
+        "after_prompt_tokens": float(after.mean()) if len(after) else 0.0,
+        "after_prompt_tokens_squared": float((after**2).mean()) if len(after) else 0.0,
+    }
+
+
 def age_diagnostics(generated: Array, trained: Array) -> dict[str, float]:
     """`generated` and `trained` are ages of tokens [n], sampled and kept; means and maxima in steps (0 without tokens)."""
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,18 +156,30 @@ def shard(model: PackedModel, dtype: Literal["float32", "bfloat16"]) -> None:
     fully_shard(model, mp_policy=policy)
 
 
-def full_tensors(model: PackedModel, keep: bool) -> dict[str, torch.Tensor]:
-    """Parameters and saved buffers, whole, under their Hugging Face names; tied ones are the same tensor under each name.
+def full_tensors(model: PackedModel, keep: Collection[str]) -> dict[str, torch.Tensor]:
+    """The parameters and saved buffers in `keep`, whole, under their Hugging Face names; tied ones are the same tensor under each
+    name.
 
-    A collective when sharded: all ranks call, those with `keep` get the result. Unsharded tensors are the model's own memory:
-    copy before the next optimizer step.
+    A collective when sharded: all ranks call, each gets what it keeps. Unsharded tensors are the model's own memory: copy before
+    the next optimizer step.
     """
+    state = model.lm.state_dict(keep_vars=True)
+    kept = {id(tensor) for name, tensor in state.items() if name in keep}
     whole: dict[int, torch.Tensor] = {}
+    for tensor in state.values():
+        if id(tensor) in whole:
+            continue
+        full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        whole[id(tensor)] = full if id(tensor) in kept else tensor
+    return {name: whole[id(tensor)] for name, tensor in state.items() if name in keep}
+
+
+def meta_tensors(model: PackedModel) -> dict[str, torch.Tensor]:
+    """What `full_tensors` would give for all names, on the meta device: names, shapes, dtypes and ties without memory."""
+    metas: dict[int, torch.Tensor] = {}
     result: dict[str, torch.Tensor] = {}
     for name, tensor in model.lm.state_dict(keep_vars=True).items():
-        if id(tensor) not in whole:
-            full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-            whole[id(tensor)] = full if keep else tensor
-        if keep:
-            result[name] = whole[id(tensor)]
+        if id(tensor) not in metas:
+            metas[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        result[name] = metas[id(tensor)]
     return result

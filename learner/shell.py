@@ -1,6 +1,6 @@
 """The shell of a learner rank: takes batches, trains them, reports, checkpoints, publishes.
 
-consumes       prepared batches (`learner.feed`), `SEND_WEIGHTS` calls (rank 0)
+consumes       prepared batches (`learner.feed`), `SEND_WEIGHTS` calls (rank 0, whose sender tells the other ranks' sources)
 produces       `TRAINED`, `COMMITTED`, `PUBLISH`, `TRANSFER_RESULT` (rank 0); checkpoints, sampled trajectories, metrics
 waits for      batches; the scheduler's answers; the other ranks, in collectives that fail at a deadline
 unblocked by   the feed's deadline, the calls' time-outs, the collectives' time-out; each ends the run with its cause
@@ -16,19 +16,19 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
 from learner.batches import PreparedBatch
 from learner.checkpoints import model_folder, open_checkpoint, read_tokenizer, write_checkpoint
 from learner.feed import BatchFeed, scheduler_failed
-from learner.model import POLICY, full_tensors, load_model, shard
+from learner.model import POLICY, full_tensors, load_model, meta_tensors, shard
 from learner.probe import draw_probe, score_probe, vocabulary_of
 from learner.reports import TrajectorySamples, record_step
 from learner.state import gather_state, restore_state
 from learner.trainer import NotFinite, StepStats, Trainer
-from learner.world import alone, any_rank, from_first, join_world, leave_world, together
+from learner.world import alone, any_rank, from_first, join_world, leave_world, text_from_first, together
 from segue.clock import Compute, LogicalCompute, ThreadCompute, now
 from segue.config import Config
 from segue.errors import RunFailed, WireError
@@ -46,7 +46,7 @@ from segue.ports.scheduler import (
     TrainedReport,
     Transfer,
 )
-from segue.ports.weights import WeightSender
+from segue.ports.weights import FurtherSource, WeightSender, WeightSource
 from segue.wire import Message
 
 CALL_SECONDS = 20.0
@@ -68,7 +68,7 @@ class LearnerShell:
     config, run_dir  the resolved config, and where checkpoints and trajectories go
     rank, world      this rank of `world`; rank 0 reports, saves and publishes
     model_path       Hugging Face folder to start from; not read on a resume (checkpoints have model and tokenizer)
-    sender           rank 0's weight sender; None on the others
+    sender           rank 0's weight sender; on the others their source of weights
     metrics, clock   registry of role learner; its states
     resume           a checkpoint folder to go on from
     rendezvous       "host:port" where several ranks meet (rank 0 listens)
@@ -83,7 +83,7 @@ class LearnerShell:
         rank: int,
         world: int,
         model_path: str,
-        sender: WeightSender | None,
+        sender: WeightSender | FurtherSource,
         metrics: Metrics,
         clock: StateClock,
         resume: Path | None = None,
@@ -92,14 +92,15 @@ class LearnerShell:
         compute: Compute | None = None,
         prefetch: bool = True,
     ) -> None:
-        assert (sender is not None) == (rank == 0), "rank 0 sends the weights, and only rank 0"
         self.config = config
         self.rank = rank
         self.world = world
         self.version: int | None = None
         self._run_dir = run_dir
         self._model_path = str(model_folder(resume)) if resume is not None else model_path
-        self._sender = sender
+        self._source: WeightSource = sender
+        self._sender: WeightSender | None = cast("WeightSender", sender) if rank == 0 else None
+        self._serving: asyncio.Task[None] | None = None
         self._metrics = metrics
         self._clock = clock
         self._resume = resume
@@ -138,6 +139,12 @@ class LearnerShell:
         self._clock.enter("compute")
         self._trainer = await self._in_order(self._load)
         self._saved_step = self._trainer.step if self._resume is not None else -1
+        if self.world > 1:
+            address = await self._in_order(lambda: text_from_first(self._sender.address if self._sender is not None else ""))
+            if self._sender is None:
+                serving = cast("FurtherSource", self._source).serve(address)
+                self._serving = asyncio.get_running_loop().create_task(serving, name="weight source")
+                self._serving.add_done_callback(self._transfer_ended)
         await self._publish()
         self._clock.enter("other")
 
@@ -176,8 +183,9 @@ class LearnerShell:
                 ) from None
         for task in list(self._transfers.values()):
             task.cancel()
-        if self._sender is not None:
-            self._sender.close()
+        if self._serving is not None:
+            self._serving.cancel()
+        self._source.close()
         self._compute.close()
         if self.world > 1:
             leave_world()
@@ -257,7 +265,7 @@ class LearnerShell:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def _publish(self) -> None:
-        """Gather the weights into the sender's copy and announce them; every rank learns their version id."""
+        """Gather the weights, each rank the share that it sends, and announce them; every rank learns their version id."""
         trainer = self._trainer
         assert trainer is not None
         began = now()
@@ -274,9 +282,9 @@ class LearnerShell:
 
     def _gather(self, trainer: Trainer) -> None:
         probe = score_probe(trainer.policy, self._probe) if self._probe else None
-        tensors = full_tensors(trainer.policy, keep=self._sender is not None)
-        if self._sender is not None:
-            self._sender.publish(trainer.step, tensors, probe)
+        named = meta_tensors(trainer.policy)
+        named |= full_tensors(trainer.policy, self._source.share(named))
+        self._source.publish(trainer.step, named, probe)
 
     async def _send_weights(self, request: SendWeights) -> Done:
         """Start a transfer; its outcome is reported by a call of its own. A repeated request is the same transfer."""

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from learner.checkpoints import Checkpoint, LearnerState
-from learner.model import full_tensors
+from learner.model import full_tensors, meta_tensors
 from learner.trainer import Trainer
 from learner.world import from_first
 from segue.errors import UserError
@@ -20,7 +20,7 @@ def gather_state(trainer: Trainer, keep: bool) -> LearnerState | None:
     models = {}
     for name, model in trainer.models.items():
         configs = [model.lm.config, *([model.lm.generation_config] if model.lm.generation_config is not None else [])]
-        models[name] = (full_tensors(model, keep), configs)
+        models[name] = (full_tensors(model, meta_tensors(model) if keep else ()), configs)
     optimizer: dict[str, torch.Tensor] = {}
     for name, parameter in trainer.policy.lm.named_parameters():
         for moment, value in trainer.optimizer.state.get(parameter, {}).items():

@@ -62,6 +62,18 @@ def from_first(value: int) -> int:
     return int(box.item())
 
 
+def text_from_first(text: str) -> str:
+    """Rank 0's text on every rank. A collective."""
+    data = text.encode()
+    box = torch.zeros(from_first(len(data)), dtype=torch.uint8)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_rank() == 0:
+            box.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(box, src=0)
+        return bytes(box.tolist()).decode()
+    return text
+
+
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Around work with collectives: raises `RunFailed` when another rank is dead or late. Other errors pass."""

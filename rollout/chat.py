@@ -77,6 +77,7 @@ class ChatRenderer:
         if broken:
             raise UserError(self._refusal(broken))
         self._broken_tools = self._probe([_TOOL])
+        self._shows_tools = _SENTINEL in self._render([_USER], True, [_plain({"name": _SENTINEL})])
 
     # --- what the episode loop uses -------------------------------------------------------------------------------
 
@@ -84,6 +85,11 @@ class ChatRenderer:
         """Ids of the first messages, generation prompt included. Raises `UserError` for a role the template does not have."""
         if tools and self._broken_tools:
             raise UserError(self._refusal(self._broken_tools + " once tools are given"))
+        if tools and not self._shows_tools:
+            raise UserError(
+                f"The chat template of {self.name} leaves out tool schemas, and the environment gives some: name a template that "
+                "renders them in model.chat_template."
+            )
         for message in messages:
             self._check_role(message.role)
         return self._encode(messages, True, [_plain(tool) for tool in tools] or None)

@@ -14,18 +14,29 @@ class Figures:
         self._engine = engine
         self._ledger = ledger
         self._metrics = metrics
-        self._reported = 0
+        self._reported = self._discarded = 0
+        self._reported_causes: dict[str, tuple[int, float]] = {}
 
     def refresh(self, episodes: int, pending_events: int) -> dict[str, float]:
-        """Totals by name: `prefill_<cause>` and `cached_tokens` are the ledger's, everything else the engine's."""
+        """Totals by name: `prefill_<cause>`, `seconds_<cause>` and `cached_tokens` are the ledger's, the rest the engine's."""
         engine, metrics = self._engine.counts(), self._metrics
+        self._ledger.settle(engine)
         metrics.add("segue_engine_prefill_tokens_total", engine.prefill_tokens - self._reported)
         self._reported = engine.prefill_tokens
+        metrics.add("segue_discarded_tokens_total", engine.discarded_tokens - self._discarded, reason="unread")
+        self._discarded = engine.discarded_tokens
         metrics.set("segue_requests_running", engine.running)
         metrics.set("segue_episodes_running", episodes)
         metrics.set("segue_queue_depth", engine.waiting, queue="engine")
         metrics.set("segue_queue_depth", pending_events, queue="outbox")
-        figures = {f"prefill_{cause}": float(n) for cause, n in self._ledger.prefilled.items()}
+        figures: dict[str, float] = {}
+        for cause, tokens in self._ledger.prefilled.items():
+            seconds = self._ledger.seconds[cause]
+            known = self._reported_causes.get(cause, (0, 0.0))
+            metrics.add("segue_prefill_tokens_total", tokens - known[0], cause=cause)
+            metrics.add("segue_prefill_seconds_total", seconds - known[1], cause=cause)
+            self._reported_causes[cause] = tokens, seconds
+            figures[f"prefill_{cause}"], figures[f"seconds_{cause}"] = float(tokens), seconds
         return figures | {
             "prefill_tokens": float(engine.prefill_tokens),
             "cached_tokens": float(self._ledger.cached),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from segue.ports.weights import StagedWeights
+from segue.ports.weights import Manifest, StagedWeights
 
 Bindings = list[tuple[torch.Tensor, torch.Tensor]]
 """(the model's own tensor, the one to copy into it)"""
@@ -29,6 +29,7 @@ def fit(model: torch.nn.Module, weights: StagedWeights) -> dict[str, torch.Tenso
     if manifest.what != "full":
         raise ValueError(f"{what} are of kind '{manifest.what}', and the engine loads only full ones: send them all.")
     specs = {spec.name: spec for spec in manifest.tensors}
+    specs |= {alias: specs[name] for alias, name in manifest.aliases.items() if name in specs}
     if set(specs) != set(tensors):
         raise ValueError(f"{what} do not match their manifest ({_some(set(specs) ^ set(tensors))}): stage them again.")
     # .data: what a parameter shares with its tied twin
@@ -52,12 +53,35 @@ def fit(model: torch.nn.Module, weights: StagedWeights) -> dict[str, torch.Tenso
         if str(tensor.dtype).removeprefix("torch.") != spec.dtype or tensor.is_floating_point() != target.is_floating_point():
             raise ValueError(f"{what} have {name} as {tensor.dtype}, not as {spec.dtype} for {target.dtype}: stage them again.")
         tied = found.setdefault(keys[name], (name, tensor))
+        if tied[1] is not tensor and tensor.is_meta:
+            raise ValueError(f"{what} have {tied[0]} and {name} apart, which are tied in the engine's model: send them once.")
         if tied[1] is not tensor and not torch.equal(tied[1], tensor):
             raise ValueError(f"{what} have different values for {tied[0]} and {name}, which are tied in the engine's model.")
     missing = {name for name, _ in model.named_parameters() if keys[name] not in found}
     if missing:
         raise ValueError(f"{what} lack parameters of the engine's model ({_some(missing)}): send every one.")
     return {first[key]: tensor for key, (_, tensor) in found.items()}
+
+
+class _Announced:
+    """Weights of which the manifest alone is known."""
+
+    def __init__(self, version: int, manifest: Manifest) -> None:
+        self.version = version
+        self.manifest = manifest
+        self.own = {
+            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in manifest.tensors
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.own | {alias: self.own[name] for alias, name in self.manifest.aliases.items()}
+
+
+def targets(model: torch.nn.Module, version: int, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The model's own tensor for each name in `manifest.tensors`, before any of them has come. Raises `ValueError` as `fit`."""
+    announced = _Announced(version, manifest)
+    places = {id(tensor): target for target, tensor in bind(model, announced)}
+    return {name: places[id(tensor)] for name, tensor in announced.own.items()}
 
 
 def _some(names: set[str]) -> str:

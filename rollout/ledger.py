@@ -26,11 +26,15 @@ _LOST = {"weight_update": "weight_update", "preemption": "preemption", "eviction
 
 
 class Ledger:
-    """Totals of one node: prefilled tokens by cause, and cached ones."""
+    """Totals of one node: prefilled tokens by cause, what they took in seconds, and cached tokens."""
 
     def __init__(self) -> None:
         self.prefilled: Counter[str] = Counter(dict.fromkeys(PREFILL_CAUSES, 0))
+        self.seconds: dict[str, float] = dict.fromkeys(PREFILL_CAUSES, 0.0)
         self.cached = 0
+        self._settled: Counter[str] = Counter()
+        self._settled_seconds = 0.0
+        self._unclaimed = 0
 
     @property
     def total(self) -> int:
@@ -41,10 +45,23 @@ class Ledger:
         """Follow one lease of an episode; its first `elsewhere` tokens were computed under earlier leases."""
         return EpisodeKv(self, elsewhere)
 
-    def seconds(self, counts: EngineCounts) -> dict[str, float]:
-        """What each cause cost, in engine seconds, at the engine's own measured prefill speed so far."""
-        per_token = counts.prefill_seconds / counts.prefill_tokens if counts.prefill_tokens else 0.0
-        return {cause: n * per_token for cause, n in self.prefilled.items()}
+    def settle(self, counts: EngineCounts) -> None:
+        """Charge the engine's prefill seconds since the last time to the tokens it computed since then, each the same.
+
+        So a cause is charged at the speed the node had when it occurred, and totals never decrease. Tokens whose chunk is still
+        on its way keep their seconds until it is booked; then all sum to the engine's own prefill seconds.
+        """
+        if counts.unclaimed_tokens > self._unclaimed:  # of a request that had ended for us and got its slot back in the engine
+            self.prefilled["preemption"] += counts.unclaimed_tokens - self._unclaimed
+            self._unclaimed = counts.unclaimed_tokens
+        tokens, seconds = self.prefilled - self._settled, counts.prefill_seconds - self._settled_seconds
+        if not tokens:
+            return
+        per_token = max(0.0, seconds) / max(counts.prefill_tokens - self._settled.total(), tokens.total())
+        for cause, n in tokens.items():
+            self.seconds[cause] += n * per_token
+        self._settled = Counter(self.prefilled)
+        self._settled_seconds += tokens.total() * per_token
 
 
 class EpisodeKv:

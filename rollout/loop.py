@@ -48,10 +48,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Host:
-    """What a node lends its loops. `emit(event, urgent)` queues an event; `abort(loop, request id)` ends a request soon."""
+    """What a node lends its loops. `keeps()`: does KV outlive the newest weights? `emit(event, urgent)` queues an event;
+    `abort(loop, request id)` ends a request soon."""
 
     config: RolloutConfig
-    keep_kv: bool
+    keeps: Callable[[], bool]
     engine: Engine
     renderer: ChatRenderer
     env: EnvClient
@@ -77,6 +78,7 @@ class EpisodeLoop:
         self._piece = Piece(-1)
         self._kv: EpisodeKv = host.ledger.lease()
         self._kv_version: int | None = None
+        self._keeps = False  # when the running request was submitted
         self._interrupted = False
         self._entered = False
         self._requests = 0
@@ -234,7 +236,8 @@ class EpisodeLoop:
         if log.newest_version > host.engine.version:
             raise BadLog(f"tokens of version {log.newest_version} came to a node that runs {host.engine.version}")
         self._requests += 1
-        lineage = self._kv_version if host.keep_kv and self._kv_version is not None else host.engine.version
+        self._keeps = host.keeps()
+        lineage = self._kv_version if self._keeps and self._kv_version is not None else host.engine.version
         lease = self.lease
         request = GenerateRequest(
             id=f"{lease.episode}.{lease.attempt}.{self._requests}",
@@ -297,13 +300,12 @@ class EpisodeLoop:
     def _take(self, chunk: Chunk, watch: Straddle) -> None:
         host, n = self._host, len(chunk.tokens)
         for admission in chunk.admissions:
-            for cause, tokens in self._kv.admit(admission).items():
-                host.metrics.add("segue_prefill_tokens_total", tokens, cause=cause)
+            self._kv.admit(admission)
             host.metrics.add("segue_cached_tokens_total", admission.cached)
         host.metrics.add("segue_decode_tokens_total", n)
         if n == 0:
             return
-        if not host.keep_kv and chunk.kv_version < chunk.spans[0][0]:
+        if not (self._keeps or host.keeps()) and chunk.kv_version < chunk.spans[0][0]:
             self._cut = self._cut or "stale_kv"
         keep = 0 if self._cut else watch.keep(self._piece.tokens, chunk.tokens)
         self._kv.sampled(keep)

@@ -107,13 +107,15 @@ class NodeShell:
             sync_metrics=sync_metrics,
             clock=sync_clock,
             activity=activity,
+            keeps=config.update.inflight == "keep",
             probe_tolerance=config.weightsync.probe_tolerance if config.weightsync.probe_tokens else None,
+            staged=config.weightsync.staging != "none",
             emit=self._emit,
             spawn=self._tasks.spawn,
         )
         self._host = Host(
             config=config.rollout,
-            keep_kv=config.update.inflight == "keep",
+            keeps=lambda: self._updater.keeps,
             engine=engine,
             renderer=renderer,
             env=self._env,
@@ -314,6 +316,7 @@ class NodeShell:
             del self._running[loop]
             if not self._running:
                 self._activity.begin("wait_admission")
+                self.counts()  # nothing is under way: what is exported now adds up
             if self._loops.get(loop.lease.episode) is loop:
                 del self._loops[loop.lease.episode]
         if loop.dropped == ORDERED:
@@ -389,7 +392,7 @@ class NodeShell:
                 "session": self._session,
                 "version": self._engine.version,
                 "counts": self.counts(),
-                "prefill_seconds": self._ledger.seconds(self._engine.counts()),
+                "prefill_seconds": dict(self._ledger.seconds),
                 "states": self._activity.seconds(),
             }
         )

@@ -18,6 +18,11 @@ class Outbox:
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
+    @property
+    def unread(self) -> int:
+        """Tokens that nobody has taken yet."""
+        return sum(len(chunk.tokens) for chunk in self._chunks)
+
     def put(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
         self._wake()

@@ -54,6 +54,11 @@ class Sampled:
         """Tokens sampled and not yet handed out."""
         return len(self._logprobs)
 
+    @property
+    def unread(self) -> int:
+        """Tokens sampled that the consumer has not taken, handed out or not."""
+        return self.pending + self.out.unread
+
     def _record(self, token: int, logprob: float, version: int) -> bool:
         """Note one sampled token. Returns whether it completes a stop string."""
         self.tokens.append(token)

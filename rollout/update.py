@@ -6,10 +6,12 @@ waits for      the transfer; running requests (`turn`) or episodes (`episode`) u
 unblocked by   the receiver, the gate's counts, the engine; deadlines of the order
 on cancel      staged weights are discarded; once the engine is paused, an update is not cancelled any more
 
-Weights are staged while the engine generates. One update at a time: a newer order takes the place of one that has not paused
-the engine yet, and follows one that has. Whatever fails before the weights change leaves the old ones serving; what fails after
-that is fatal and ends the node, because a half-loaded engine must not answer. Nor does one answer that has not proved what it
-runs: inside the pause, after the load, it scores the manifest's probe, and must say what the learner said.
+Weights are staged while the engine generates; where there is no memory for a second copy (`weightsync.staging` = "none"), they
+arrive while it is paused, straight into the model, and the pause contains the transfer. One update at a time: a newer order takes
+the place of one that has not paused the engine yet, and follows one that has. Whatever fails before the weights change leaves
+the old ones serving; what fails after that (without staging: after the first bucket is in) is fatal and ends the node, because a
+half-loaded engine must not answer. Nor does one answer that has not proved what it runs: inside the pause, after the load, it
+scores the manifest's probe, and must say what the learner said.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from rollout.gate import Gate, Level
 from rollout.probe import check_gap, largest_gap
 from segue.clock import now
 from segue.metrics import ActivityClock, Metrics, StateClock
-from segue.ports.engine import Engine, EngineDead, PauseMode
-from segue.ports.scheduler import AbandonUpdate, BeginUpdate, Loaded, LoadFailed, NodeEvent
+from segue.ports.engine import Engine, EngineDead, PauseMode, StreamingEngine
+from segue.ports.scheduler import AbandonUpdate, BeginUpdate, Loaded, LoadFailed, NodeEvent, Transfer, node_of
 from segue.trajectory import NO_VERSION
 
 if TYPE_CHECKING:
-    from segue.ports.weights import StagedWeights, WeightReceiver
+    from segue.ports.weights import ArrivingWeights, Manifest, StagedWeights, WeightReceiver
 
 IN_WORDS = {"pause": "become idle", "load": "load", "probe": "score the probe", "resume": "resume"}
 """What an engine that is late in a phase of the swap did not do."""
@@ -49,6 +51,8 @@ class NotLoaded(Exception):
 class Updater:
     """See the module. `metrics` are the rollout node's, `sync_metrics` and `clock` those of its weightsync target.
 
+    `staged`: the weights wait beside those that run until the pause; else they are loaded as they arrive.
+    `keeps`: requests go on with the KV they have; it is the newest update's `inflight` that says so.
     `probe_tolerance` (nats) is how far an engine may be from the learner's probe; None: there are no probes.
     """
 
@@ -64,6 +68,8 @@ class Updater:
         clock: StateClock,
         activity: ActivityClock,
         probe_tolerance: float | None,
+        staged: bool = True,
+        keeps: bool,
         emit: Callable[[NodeEvent, bool], None],
         spawn: Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
@@ -76,6 +82,8 @@ class Updater:
         self._clock = clock
         self._activity = activity
         self._tolerance = probe_tolerance
+        self._staged = staged
+        self.keeps = keeps
         self._largest_gap = 0.0
         self._emit = emit
         self._spawn = spawn
@@ -165,27 +173,34 @@ class Updater:
     async def _update_to(self, order: BeginUpdate) -> Loaded:
         began = now()
         deadline = began + order.deadline_seconds
-        staged = await self._stage(order, deadline)
+        rank = self._rank(order)
+        staged = await self._stage(order, rank, deadline) if self._staged else None
         stage_seconds = now() - began
         version = order.transfer.version
-        if self._engine.version == version:  # a node that joined again under a new session may hold it already
+        if (
+            staged is not None and self._engine.version == version
+        ):  # a node that joined again under a new session may hold it already
             return Loaded(order.update, version, stage_seconds, 0.0, 0.0)
         self._clock.enter("stage")
         began = now()
         await self._drain(order, deadline)
-        drain_seconds, pause_seconds = await self._swap(order, staged, began)
+        drain_seconds, pause_seconds = await self._swap(order, rank, staged, began)
         for phase, seconds in (("stage", stage_seconds), ("drain", drain_seconds), ("pause", pause_seconds)):
             self._sync.observe("segue_weight_sync_seconds", seconds, phase=phase)
         self._metrics.set("segue_policy_version", version)
         self._metrics.set("segue_policy_update_timestamp_seconds", time.time())
         return Loaded(order.update, version, stage_seconds, drain_seconds, pause_seconds)
 
-    async def _stage(self, order: BeginUpdate, deadline: float) -> StagedWeights:
+    def _rank(self, order: BeginUpdate) -> int:
+        """Of the first member that is this node's; others follow it."""
+        nodes = [node_of(member) for member in order.transfer.members]
+        if self._name not in nodes:
+            raise NotLoaded("transfer", f"{self._name} is no member of transfer {order.transfer.transfer}")
+        return nodes.index(self._name) + 1
+
+    async def _stage(self, order: BeginUpdate, rank: int, deadline: float) -> StagedWeights:
         """Receive the weights while the engine goes on. Whatever the receiver raises, the old weights are untouched."""
         transfer = order.transfer
-        if self._name not in transfer.members:
-            raise NotLoaded("transfer", f"{self._name} is no member of transfer {transfer.transfer}")
-        rank = transfer.members.index(self._name) + 1
         self._clock.enter("transfer")
         self._sync.set("segue_weight_sync_started_timestamp_seconds", time.time())
         try:
@@ -200,11 +215,14 @@ class Updater:
             raise NotLoaded("transfer", f"version {transfer.version} did not arrive: {error}") from error
         finally:
             self._sync.set("segue_weight_sync_started_timestamp_seconds", 0.0)
-        if staged.version != transfer.version:
-            raise NotLoaded("stage", f"version {staged.version} arrived where {transfer.version} was announced")
-        if self._tolerance is not None and staged.manifest.probe is None:
-            raise NotLoaded("probe", f"version {transfer.version} came without a probe, which weightsync.probe_tokens asks for")
+        self._check(transfer, staged)
         return staged
+
+    def _check(self, transfer: Transfer, weights: StagedWeights | ArrivingWeights) -> None:
+        if weights.version != transfer.version:
+            raise NotLoaded("stage", f"version {weights.version} arrived where {transfer.version} was announced")
+        if self._tolerance is not None and weights.manifest.probe is None:
+            raise NotLoaded("probe", f"version {transfer.version} came without a probe, which weightsync.probe_tokens asks for")
 
     async def _drain(self, order: BeginUpdate, deadline: float) -> None:
         """Let turns or whole episodes finish, as far as the order's patience reaches; what is left is interrupted."""
@@ -218,7 +236,7 @@ class Updater:
         except TimeoutError:
             log.info("update %d: %d requests still run after the drain", order.update, self._gate.running)
 
-    async def _swap(self, order: BeginUpdate, staged: StagedWeights, began: float) -> tuple[float, float]:
+    async def _swap(self, order: BeginUpdate, rank: int, staged: StagedWeights | None, began: float) -> tuple[float, float]:
         """Pause, load, probe, resume. Returns (seconds until the engine was idle, seconds from then until it could go on).
 
         From here on nothing cancels the update: `begin`, `abandon` and `stop` leave a paused engine to it.
@@ -226,25 +244,28 @@ class Updater:
         engine, version = self._engine, order.transfer.version
         self._epoch += 1
         epoch, first = self._epoch, engine.version == NO_VERSION
+        kept, self.keeps = self.keeps, order.inflight == "keep"
         self._gate.set(Level.CLOSED)
         self._paused = True
         if not first:
             self._activity.begin("wait_weights")
         self._phase = "pause"
+        patience = order.deadline_seconds if staged is not None else order.deadline_seconds + order.transfer.deadline_seconds
         try:
-            async with asyncio.timeout(order.deadline_seconds):
+            async with asyncio.timeout(patience):
                 await engine.pause(PauseMode.FREEZE if order.inflight == "keep" else PauseMode.ABORT, epoch)
                 idle = now()
                 self._clock.enter("load")
                 self._phase = "load"
                 try:
-                    await engine.load(version, staged)
-                except ValueError as error:  # nothing has changed; whatever else is raised leaves the engine paused for good
+                    manifest = await (self._load(staged) if staged is not None else self._load_arriving(order, rank))
+                except NotLoaded:  # nothing has changed; whatever else is raised leaves the engine paused for good
+                    self.keeps = kept
                     await engine.resume(epoch)
-                    raise NotLoaded("load", f"version {version} does not fit: {error}") from error
+                    raise
                 self._sync.observe("segue_weight_sync_seconds", now() - idle, phase="load")
                 self._phase = "probe"
-                await self._prove(version, staged)
+                await self._prove(version, manifest)
                 self._phase = "resume"
                 proved = now()
                 await engine.resume(epoch)
@@ -255,15 +276,45 @@ class Updater:
             self._metrics.observe("segue_rollout_pause_seconds", pause_seconds, reason="update")
             return idle - began, pause_seconds
         except TimeoutError:
-            raise EngineDead(f"the engine did not {IN_WORDS[self._phase]} within {order.deadline_seconds:g} s") from None
+            raise EngineDead(f"the engine did not {IN_WORDS[self._phase]} within {patience:g} s") from None
         finally:
             self._paused = False
             if not first:
                 self._activity.end("wait_weights")
 
-    async def _prove(self, version: int, staged: StagedWeights) -> None:
+    async def _load(self, staged: StagedWeights) -> Manifest:
+        try:
+            await self._engine.load(staged.version, staged)
+        except ValueError as error:
+            raise NotLoaded("load", str(error).rstrip(".")) from error
+        return staged.manifest
+
+    async def _load_arriving(self, order: BeginUpdate, rank: int) -> Manifest:
+        """Take part in the transfer with the engine paused. It fails like a staged one until the first bucket is in."""
+        transfer = order.transfer
+        self._clock.enter("transfer")
+        self._sync.set("segue_weight_sync_started_timestamp_seconds", time.time())
+        try:
+            arriving = await self._receiver.open(transfer, rank)
+            try:
+                self._check(transfer, arriving)
+                assert isinstance(self._engine, StreamingEngine), "segue.config lets no other be without staging"
+                await self._engine.load_arriving(arriving)
+            finally:
+                arriving.close()
+        except (NotLoaded, EngineDead):
+            raise
+        except ValueError as error:
+            raise NotLoaded("load", str(error).rstrip(".")) from error
+        except Exception as error:  # `TransferFailed`, as in `_stage`
+            raise NotLoaded("transfer", f"version {transfer.version} did not arrive: {error}") from error
+        finally:
+            self._sync.set("segue_weight_sync_started_timestamp_seconds", 0.0)
+        return arriving.manifest
+
+    async def _prove(self, version: int, manifest: Manifest) -> None:
         """The paused engine scores the probe. Raises `NotProven` if it does not say what the learner said."""
-        probe = staged.manifest.probe
+        probe = manifest.probe
         if self._tolerance is None or probe is None:
             return
         began = now()

@@ -161,7 +161,7 @@ class CarryOut:
 
     def _begin_transfer(self, begin: c.BeginTransfer) -> Thunk:
         update = self._config.update
-        order = port.BeginUpdate(begin.update, begin.transfer, update.inflight, update.drain_seconds, update.deadline_seconds)
+        order = port.BeginUpdate(begin.update, begin.transfer, begin.inflight, update.drain_seconds, update.deadline_seconds)
 
         def start() -> None:
             for node, session in begin.nodes:

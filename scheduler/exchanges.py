@@ -117,6 +117,9 @@ class Exchanges:
                         refused[command.episode, command.attempt] = None
                     elif isinstance(command, Resend):
                         resend[command.episode, command.attempt, command.seq] = None
+            if counts := exchange.counts:
+                tokens, seconds = counts.get("prefill_weight_update", 0.0), counts.get("seconds_weight_update", 0.0)
+                after += shell.take(e.NodeSpent(exchange.node, exchange.session, tokens, seconds), now)[1]
         link.seen(exchange.session, exchange.orders_seen)
         link.counts = exchange.counts
         link.number = exchange.number

@@ -8,6 +8,7 @@ from typing import Any
 from scheduler.core import SchedulerCore
 from scheduler.core.meter import Tally
 from scheduler.queue import Place, TrajectoryQueue
+from segue.clock import now
 from segue.config import Config
 from segue.episode import State
 from segue.metrics.registry import Metrics
@@ -25,6 +26,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eval_episodes": ("segue_eval_episodes_total", ("result",)),
     "lease_expiries": ("segue_lease_expiries_total", ()),
     "fenced": ("segue_nodes_fenced_total", ("reason",)),
+    "updates": ("segue_weight_updates_total", ("inflight",)),
+    "updates_coalesced": ("segue_weight_updates_coalesced_total", ("reason",)),
     "tasks_quarantined": ("segue_tasks_quarantined_total", ("env",)),
     "refused": ("segue_messages_refused_total", ("reason",)),
     "received": ("segue_messages_received_total", ()),
@@ -51,6 +54,8 @@ REPORTED = (
     "regenerated",
     "retries",
     "rpc_failures",
+    "updates",
+    "updates_coalesced",
     "eval_episodes",
     "episodes_lost",
 )
@@ -122,6 +127,7 @@ class Report:
         for name, depth in self.depths().items():
             metrics.set("segue_queue_depth", depth, queue=name)
         metrics.set("segue_queue_capacity", self._config.queue.groups, queue="ready")
+        metrics.set("segue_reprefill_share_ratio", core.updates.bill.share(now()))
         for place in Place:
             metrics.set("segue_queue_bytes", queue.bytes_by_place[place], queue=place.value)
 
@@ -149,6 +155,14 @@ class Report:
             "live_groups": len(core.groups.live),
             "batches_formed": core.progress.formed,
             "newest_version": core.tables.versions.newest,
+            "reprefill": {
+                "tokens": core.updates.bill.tokens,
+                "seconds": core.updates.bill.seconds,
+                "share": core.updates.bill.share(now()),
+                "updates": sum(self._tally.under("updates").values()),
+                "coalesced": sum(self._tally.under("updates_coalesced").values()),
+                "inflight": core.updates.policy.inflight,
+            },
         }
 
     def status(self) -> dict[str, Any]:

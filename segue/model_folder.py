@@ -1,14 +1,50 @@
-"""Whether a model folder gave a model all of its weights. Light: it reads what the loader reports, and imports no torch."""
+"""Whether a model folder has all of its weights, and gave a model all of them. Light: it imports no torch."""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from segue.errors import UserError
 
 log = logging.getLogger(__name__)
+
+
+REMEDY = "copy it again whole, or name another folder in model.path."
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raises `UserError` if a safetensors file in `folder` was cut short, or one that its index names is not there.
+
+    A file begins with the length of its header (8 bytes, little-endian) and the header (JSON), which says where each tensor ends.
+    What cannot be read at all is left to the loader's own words.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        has = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(min(length, has))
+        needs = 8 + length
+        if has >= needs > 8:
+            try:
+                tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+                needs += max((entry["data_offsets"][1] for entry in tensors), default=0)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise UserError(f"The weights in {path} are damaged (their header cannot be read): {REMEDY}") from None
+        if has < needs:
+            raise UserError(f"The weights in {path} are cut short ({has} bytes of at least {needs}): {REMEDY}")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{index} is damaged, which says where the weights are: {REMEDY}") from None
+        lost = [name for name in named if not (folder / name).is_file()]
+        if lost:
+            raise UserError(f"The weights in {folder} are not whole ({some(lost)} {_be(lost)} missing): {REMEDY}")
 
 
 def check_loaded(path: str, parts: Collection[str], report: Mapping[str, Any]) -> None:
@@ -24,11 +60,11 @@ def check_loaded(path: str, parts: Collection[str], report: Mapping[str, Any]) -
     shapes = {name: (list(saved), list(wanted)) for name, saved, wanted in report["mismatched_keys"]}
     unexpected = sorted(report["unexpected_keys"])
     inside = [name for name in unexpected if name.partition(".")[0] in parts]
-    remedy = "copy it again whole, or name another folder in model.path."
+    remedy = REMEDY
     if missing:
-        also = f", and it has {_some(unexpected)}, which that model lacks" if unexpected else ""
+        also = f", and it has {some(unexpected)}, which that model lacks" if unexpected else ""
         raise UserError(
-            f"The weights in {path} are not those of the model in its config.json: {_some(missing)} "
+            f"The weights in {path} are not those of the model in its config.json: {some(missing)} "
             f"{_be(missing)} missing{also}; {remedy}"
         )
     if shapes:
@@ -41,13 +77,14 @@ def check_loaded(path: str, parts: Collection[str], report: Mapping[str, Any]) -
         )
     if inside:
         raise UserError(
-            f"The weights in {path} are not those of the model in its config.json, which has no {_some(inside)}: {remedy}"
+            f"The weights in {path} are not those of the model in its config.json, which has no {some(inside)}: {remedy}"
         )
     if unexpected:
-        log.warning("%s has weights that the model does not use: %s", path, _some(unexpected))
+        log.warning("%s has weights that the model does not use: %s", path, some(unexpected))
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """The first name, and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 

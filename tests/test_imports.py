@@ -19,6 +19,7 @@ WITH_TORCH = (
     "rollout.embedded",
     "rollout.vllm",
     "rollout.fitting",
+    "rollout.model_config",
     "learner",
     "weightsync",
 )

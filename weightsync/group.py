@@ -1,4 +1,5 @@
-"""The broadcast group: a torch.distributed process group of its own, with no default group behind it.
+"""The broadcast group: a torch.distributed process group of its own, with no default group behind it. It has one source, which
+is its rank 0; where several learner ranks send, each has a group of its own with all members, and their broadcasts overlap.
 
 A group is owned by the thread that uses it (`Groups.take` hands it out, `Groups.keep` takes it back), so that collectives of one
 group can never interleave. A group whose transfer failed is not given back: its connections close with it, which ends the waits
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -28,17 +30,21 @@ class GroupError(Exception):
 
 
 class BroadcastGroup:
-    """Rank 0 broadcasts buckets to all members. `members[i]` has rank i + 1; `rank` is our own."""
+    """Rank 0, source number `source`, broadcasts buckets to all members. `members[i]` has rank i + 1; `rank` is our own."""
 
-    def __init__(self, group: int, members: Sequence[str], rank: int, backend: Any, device: torch.device) -> None:
+    def __init__(self, group: int, source: int, members: Sequence[str], rank: int, backend: Any, device: torch.device) -> None:
         self.group = group
+        self.source = source
         self.members = tuple(members)
         self.rank = rank
         self.device = device
         self._backend = backend
 
     def begin(self, bucket: torch.Tensor, deadline: Deadline) -> Any:
-        """Start to broadcast `bucket`, uint8 `[bytes]` on the group's device; returns what `finish` waits for."""
+        """Start to broadcast `bucket`, uint8 `[bytes]` on the group's device; returns what `finish` waits for.
+
+        Several may be under way; they go in the order in which they began. `bucket` must live until `finish` has returned.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -65,8 +71,13 @@ class BroadcastGroup:
 
 
 def group_prefix(group: int, transfer: int) -> str:
-    """Under which the members of a group that is built for `transfer` meet."""
+    """Under which the members of the groups that are built for `transfer` meet."""
     return f"group/{group}/{transfer}"
+
+
+def device_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """Work on a GPU inside the block goes to a stream of its own, beside what the engine or the learner computes there."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
 def build_group(
@@ -74,6 +85,7 @@ def build_group(
     store: dist.Store,
     *,
     group: int,
+    source: int,
     transfer: int,
     members: Sequence[str],
     rank: int,
@@ -85,7 +97,7 @@ def build_group(
 
     `host` is the address under which the others reach this process (gloo).
     """
-    prefixed = dist.PrefixStore(group_prefix(group, transfer), store)
+    prefixed = dist.PrefixStore(f"{group_prefix(group, transfer)}/{source}", store)
     world = len(members) + 1
     try:
         if backend == "gloo":
@@ -94,7 +106,7 @@ def build_group(
             made = _nccl(prefixed, rank, world, device, deadline)
     except RuntimeError as error:
         raise GroupError(_brief(error)) from error
-    return BroadcastGroup(group, members, rank, made, device)
+    return BroadcastGroup(group, source, members, rank, made, device)
 
 
 def _gloo(store: dist.Store, rank: int, world: int, host: str, deadline: Deadline) -> Any:
@@ -122,18 +134,18 @@ def check_backend(backend: str) -> None:
 
 
 class Groups:
-    """The groups this process holds and no thread is using. A member belongs to one group at a time: keeping one ends the others
-    that it shares a member with."""
+    """The groups this process holds and no thread is using, by group id and source. A member belongs to the groups of one id at a
+    time: keeping one ends those of other ids that it shares a member with."""
 
     def __init__(self) -> None:
-        self._held: dict[int, BroadcastGroup] = {}
+        self._held: dict[tuple[int, int], BroadcastGroup] = {}
         self._lock = threading.Lock()
         self._closed = False
 
-    def take(self, group: int, members: Sequence[str]) -> BroadcastGroup | None:
-        """The group of that id and those members, which the caller owns from now on; None if it must be built."""
+    def take(self, group: int, source: int, members: Sequence[str]) -> BroadcastGroup | None:
+        """The group of that id, source and members, which the caller owns from now on; None if it must be built."""
         with self._lock:
-            held = self._held.pop(group, None)
+            held = self._held.pop((group, source), None)
         if held is not None and held.members != tuple(members):
             held.close()
             return None
@@ -146,9 +158,13 @@ class Groups:
             if self._closed:
                 ended.append(group)
             else:
-                shared = [key for key, held in self._held.items() if set(held.members) & set(group.members)]
+                shared = [
+                    key
+                    for key, held in self._held.items()
+                    if held.group != group.group and set(held.members) & set(group.members)
+                ]
                 ended += [self._held.pop(key) for key in shared]
-                self._held[group.group] = group
+                self._held[group.group, group.source] = group
         for one in ended:
             one.close()
 

@@ -9,7 +9,7 @@ the buckets for each, compares checksums, and hands the staged weights out. Time
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
 import torch
 
@@ -18,7 +18,7 @@ from segue.metrics.registry import Metrics
 from segue.metrics.states import ActivityClock
 from segue.ports.scheduler import Transfer, TransferResult
 from segue.ports.weights import Manifest, Probe, TransferFailed
-from weightsync.buckets import checksum
+from weightsync.buckets import checksum, share_names
 from weightsync.gauges import Gauges
 from weightsync.manifest import Layout, ManifestMismatch, check_manifest, payload_bytes, with_checksums
 from weightsync.messages import Fault, Report, Stage
@@ -111,6 +111,10 @@ class LocalSender:
         self._gauges = Gauges(metrics, clock)
         self._turns = SenderTurns()
 
+    def share(self, named: Mapping[str, torch.Tensor]) -> set[str]:
+        """All names: there is one source."""
+        return self.shelf.share(named)
+
     def publish(self, step: int, named: Mapping[str, torch.Tensor], probe: Probe | None = None) -> Manifest:
         """Copy the full weights of `step` aside."""
         with self._gauges.gathering():
@@ -197,7 +201,7 @@ class _LocalSending:
     def _copy(self, kept: Kept) -> None:
         """Every member gets buffers of its own, as from a broadcast."""
         for name, seat in self._seats.items():
-            buckets = [bucket.clone() for bucket in kept.buckets]
+            buckets = [kept.bucket(number).clone() for number in kept.mine]
             checksums = [checksum(bucket) for bucket in buckets]
             try:
                 check_ties(kept.manifest, seat.expected, buckets)
@@ -230,6 +234,21 @@ class _LocalSending:
             gather_seconds=kept.gather_seconds if kept is not None else 0.0,
             transfer_seconds=now() - self._began if self.copies else 0.0,
         )
+
+
+class _Delivered:
+    """`segue.ports.weights.ArrivingWeights` of which everything is there."""
+
+    def __init__(self, staged: Staged) -> None:
+        self.version, self.manifest = staged.version, staged.manifest
+        self._tensors = staged.tensors()
+
+    async def buckets(self) -> AsyncIterator[dict[str, torch.Tensor]]:
+        for number in range(len(self.manifest.buckets)):
+            yield {name: self._tensors[name] for name in share_names(self.manifest, [number])}
+
+    def close(self) -> None:
+        pass
 
 
 class LocalReceiver:
@@ -273,6 +292,10 @@ class LocalReceiver:
         self._metrics.add("segue_weight_sync_bytes_total", payload_bytes(staged.manifest))
         self._metrics.observe("segue_weight_sync_seconds", now() - began, phase="transfer")
         return staged
+
+    async def open(self, transfer: Transfer, rank: int) -> _Delivered:
+        """The same, bucket by bucket. Here everything is copied before anything is handed over."""
+        return _Delivered(await self.stage(transfer, rank))
 
     def _give_up(self, why: str) -> None:
         if self._current is not None and not self._current[1].outcome.done():

@@ -35,14 +35,22 @@ class Fault(enum.StrEnum):
 
 
 class Head(Message, frozen=True):
-    """What is about to be sent; `manifest` is None when the sender cannot serve the transfer, for `reason`."""
+    """What is about to be sent; `manifest` is None when the sender cannot serve the transfer, for `reason`.
+
+    `sources` name the learner ranks that send: bucket i comes from source i mod len(sources), in that source's own group.
+    """
 
     manifest: Manifest | None
     reason: str = ""
+    sources: tuple[str, ...] = ("the sender",)
 
 
 class Report(Message, frozen=True):
-    """How `member` fares. `holds_group`: it still has the process group of the transfer's group id (READY)."""
+    """How `member`, or a source other than the first, fares.
+
+    `holds_group`: it still has the process groups of the transfer's group id that it takes part in (READY). `checksums` are those
+    of all buckets, a source's of the buckets that it sends, in order (RECEIVED: everything has arrived, or has been sent).
+    """
 
     member: str
     stage: Stage

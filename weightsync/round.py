@@ -1,4 +1,5 @@
-"""What the sender knows about the members of one transfer. Pure: reports in; who is missing, and why it failed, out."""
+"""What the sender knows about the members of one transfer, and about the other sources. Pure: reports in; who is missing, and why
+it failed, out."""
 
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ _MISSING = (Fault.REFUSED, Fault.OWN)
 
 
 class Round:
-    """The reports of one transfer.
+    """The reports of one transfer. `sources` are those beside the sender; they report like members, and are named like them.
 
     `silent(stage)` are the members that have said nothing about `stage`; `troubled` is True once any member reported a fault, or
     `broke` was called. Written by the thread that runs the transfer, read by any.
     """
 
-    def __init__(self, members: Sequence[str]) -> None:
-        assert len(set(members)) == len(members), members
-        self.members = list(members)
+    def __init__(self, members: Sequence[str], sources: Sequence[str] = ()) -> None:
+        everybody = [*members, *sources]
+        assert len(set(everybody)) == len(everybody), everybody
+        self.members = everybody
+        self._sources = list(sources)
         self._reports: dict[Stage, dict[str, Report]] = {stage: {} for stage in Stage}
         self._faults: dict[str, Report] = {}
         self._broken = ""
@@ -53,10 +56,16 @@ class Round:
         ready = self._reports[Stage.READY]
         return all(name in ready and ready[name].holds_group for name in self.members)
 
+    def sent_by(self, source: str) -> list[int]:
+        """Checksums of what a source sent, once it reported."""
+        return self._reports[Stage.RECEIVED][source].checksums
+
     def compare(self, checksums: Sequence[int]) -> None:
         """Compare what the members received with what was sent."""
         for name, report in self._reports[Stage.RECEIVED].items():
-            wrong = [bucket for bucket, crc in enumerate(checksums) if [crc] != report.checksums[bucket : bucket + 1]]
+            if name in self._sources:
+                continue
+            wrong = [bucket for bucket, value in enumerate(checksums) if [value] != report.checksums[bucket : bucket + 1]]
             self._damaged += [(name, bucket) for bucket in wrong]
 
     def waited_out(self, clauses: Mapping[str, str]) -> None:
@@ -77,13 +86,17 @@ class Round:
         """Why the transfer failed, one clause per cause; consequences only where no cause is known."""
         parts = [f"{name} {_says(report)}" for name, report in self._faults.items() if report.fault in _MISSING]
         parts += [f"{name} {clause}" for name, clause in self._silence.items()]
-        parts += [f"bucket {bucket} arrived damaged at {name} (its CRC-32 differs)" for name, bucket in self._damaged[:3]]
+        parts += [f"bucket {bucket} arrived damaged at {name} (its checksum differs)" for name, bucket in self._damaged[:3]]
         parts += [f"{name} {_says(report)}" for name, report in self._faults.items() if report.fault is Fault.ABANDONED]
         if not parts and self._broken:
             parts.append(self._broken)
         if not parts:
             parts += [f"{name} {_says(report)}" for name, report in self._faults.items()]
-        return "; ".join(parts)
+        refused = any(report.fault is Fault.REFUSED for report in self._faults.values())
+        return "; ".join(parts) + (_ONE_MODEL if refused else "")
+
+
+_ONE_MODEL = ": start learner and nodes from one model folder"
 
 
 def _says(report: Report) -> str:

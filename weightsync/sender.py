@@ -9,7 +9,7 @@ on close     the store goes first, which ends all waits; then the threads are jo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class TorchSender:
     clock          made with `weightsync.gauges.PRECEDENCE`
     dtype          what floating-point tensors are sent as (default: as they are); the engines must hold the same
     device         of the broadcast: "cpu" for gloo, this rank's GPU for nccl
+    sources        the names of all learner ranks that send, this one first: each of the others has a `TorchSource`
 
     Raises `UserError` when no port is free or the backend cannot work here. Needs no running event loop to be made.
     """
@@ -54,12 +55,13 @@ class TorchSender:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         roll_call_seconds: float = 5.0,
+        sources: Sequence[str] = ("the sender",),
     ) -> None:
         check_backend(backend)
         store = serve_store(host, ports)
         self._store: dist.TCPStore | None = store
         self.address = join_address(host, store.port)
-        self.shelf = Shelf(model_name, bucket_bytes, dtype)
+        self.shelf = Shelf(model_name, bucket_bytes, dtype, sources=len(sources))
         self._gauges = Gauges(metrics, clock)
         self._crew = Crew("weightsync-send")
         self._means = Means(
@@ -71,8 +73,13 @@ class TorchSender:
             host=host,
             address=self.address,
             roll_call_seconds=roll_call_seconds,
+            sources=tuple(sources),
         )
         self._turns = SenderTurns()
+
+    def share(self, named: Mapping[str, torch.Tensor]) -> set[str]:
+        """Names of the tensors that `publish` reads: with other sources, those of this one's buckets."""
+        return self.shelf.share(named)
 
     def publish(self, step: int, named: Mapping[str, torch.Tensor], probe: Probe | None = None) -> Manifest:
         """Copy the full weights of `step` aside; returns when the caller may change them. Called by the training thread.

@@ -1,8 +1,9 @@
 """The sender's side of one transfer, as blocking code for a thread that can be left behind (`crew.py`).
 
-consumes     reports of the members, through the store
+consumes     reports of the members and of the other sources, through the store
 waits for    all to acknowledge the manifest; all to have received; each until `soft`, the roll call until `hard`
-produces     head, "go", the broadcast, "commit", and a `TransferResult`; it never raises for a member
+produces     orders for the other sources, head, "go", the broadcast of its own buckets, "commit", and a `TransferResult`;
+             it never raises for a member or a source
 on failure   the group is closed first, which ends the members' waits, then whoever still says nothing by the roll call is missing
 """
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from segue.errors import WireError
 from segue.ports.scheduler import Transfer, TransferResult
+from weightsync.broadcast import broadcast_share, deadlines
 from weightsync.crew import Deadline
 from weightsync.group import BroadcastGroup, GroupError, Groups, build_group, group_prefix
 from weightsync.messages import Head, Stage, Verdict
@@ -27,7 +29,11 @@ from weightsync.store import Channel, StoreError, Sweeper, connect_store, transf
 
 @dataclass(frozen=True)
 class Means:
-    """What all transfers of a sender share. `roll_call_seconds`: how long survivors of a failure have to say that they live."""
+    """What all transfers of a sender share.
+
+    `sources` are the names of all learner ranks that send, this one first. `roll_call_seconds`: how long survivors of a failure
+    have to say that they live.
+    """
 
     shelf: Shelf
     groups: Groups
@@ -37,13 +43,7 @@ class Means:
     host: str
     address: str
     roll_call_seconds: float
-
-
-def deadlines(seconds: float, roll_call_seconds: float) -> tuple[Deadline, Deadline]:
-    """`(soft, hard)` of a transfer that has `seconds`: collectives and waits end at `soft`, so that a roll call fits before
-    `hard`, and `hard` leaves the thread time to hand over its result before the event loop gives it up."""
-    hard = Deadline(seconds - min(0.5, 0.05 * seconds))
-    return hard.sooner(min(roll_call_seconds, 0.2 * seconds)), hard
+    sources: tuple[str, ...]
 
 
 class Sending:
@@ -53,6 +53,7 @@ class Sending:
         self._transfer = transfer
         self._means = means
         self._soft, self._hard = deadlines(transfer.deadline_seconds, means.roll_call_seconds)
+        self._others: tuple[str, ...] = ()
         self._round = Round(transfer.members)
         self._began = 0.0
         self._sent = 0
@@ -71,6 +72,8 @@ class Sending:
                 if kept is None:
                     return self._unknown_step(channel)
                 self._gather_seconds = kept.gather_seconds
+                self._others = means.sources[1 : len(kept.manifest.buckets)]  # whose share is not empty
+                self._round = Round(transfer.members, self._others)
                 return self._serve(kept, channel, store, left)
         except StoreError as error:
             self._round.broke(str(error))
@@ -99,7 +102,9 @@ class Sending:
 
     def _serve(self, kept: Kept, channel: Channel, store: dist.TCPStore, left: threading.Event) -> TransferResult:
         try:
-            channel.announce(Head(kept.manifest))
+            channel.announce(Head(kept.manifest, sources=self._means.sources))
+            for name in self._others:
+                channel.order(name, self._transfer)
             if not self._all_ready(channel):
                 return self._call_off(channel, "go", "commit")
             self._broadcast(kept, channel, store, left)
@@ -108,12 +113,21 @@ class Sending:
         except WireError as error:
             self._round.broke(f"a member's report cannot be read: {error}")
             return self._call_off(channel, "go", "commit")
-        channel.decide("commit", Verdict(True, checksums=kept.checksums()))
+        channel.decide("commit", Verdict(True, checksums=self._checksums(kept)))
         assert self._group is not None
         self._means.groups.keep(self._group)
         self._group = None
         self._means.shelf.sent(kept)
+        self._sent = kept.nbytes
         return self._result(True, "")
+
+    def _checksums(self, kept: Kept) -> list[int]:
+        """Of all buckets, by the sources that sent them."""
+        ours = dict(zip(kept.mine, kept.checksums(), strict=True))
+        for number, name in enumerate(self._others, start=1):
+            theirs = range(number, len(kept.manifest.buckets), len(self._means.sources))
+            ours |= dict(zip(theirs, self._round.sent_by(name), strict=True))
+        return [ours[bucket] for bucket in range(len(kept.manifest.buckets))]
 
     def _all_ready(self, channel: Channel) -> bool:
         """Everybody acknowledged the manifest. Silence counts at the deadline only: a member may not know of the transfer yet."""
@@ -133,7 +147,7 @@ class Sending:
             self._hear(channel, Stage.RECEIVED, self._roll_call_deadline(), beyond_trouble=True)
             clause = "took part and is silent since the broadcast broke"
         elif not self._round.silent(Stage.RECEIVED):
-            self._round.compare(kept.checksums())
+            self._round.compare(self._checksums(kept))
         self._round.waited_out(dict.fromkeys(self._round.silent(Stage.RECEIVED), clause))
         return self._round.ok
 
@@ -156,7 +170,7 @@ class Sending:
     def _broadcast(self, kept: Kept, channel: Channel, store: dist.TCPStore, left: threading.Event) -> None:
         """Say go, and broadcast all buckets. When the group breaks it is closed, with nothing of it left on any stack."""
         transfer, means = self._transfer, self._means
-        self._group = means.groups.take(transfer.group, transfer.members)
+        self._group = means.groups.take(transfer.group, 0, transfer.members)
         if self._group is not None and not self._round.all_hold_group:
             self._group.close()
             self._group = None
@@ -168,6 +182,7 @@ class Sending:
                     means.backend,
                     store,
                     group=transfer.group,
+                    source=0,
                     transfer=transfer.transfer,
                     members=transfer.members,
                     rank=0,
@@ -175,19 +190,12 @@ class Sending:
                     device=means.device,
                     deadline=self._soft,
                 )
-            self._send_buckets(kept, self._group, left)
+            broadcast_share(kept, self._group, self._soft, left, self._count)
         except GroupError as error:
             self._round.broke(f"the broadcast broke: {error}")
 
-    def _send_buckets(self, kept: Kept, group: BroadcastGroup, left: threading.Event) -> None:
-        for bucket, data in enumerate(kept.buckets):
-            if left.is_set():
-                raise GroupError("the sender gave the transfer up")
-            if data.numel():
-                work = group.begin(data.to(group.device), self._soft)
-                kept.checksum(bucket)  # beside the broadcast
-                group.finish(work, self._soft)
-            self._sent += data.numel()
+    def _count(self, nbytes: int) -> None:
+        self._sent += nbytes
 
     def _why_silent(self, channel: Channel, name: str) -> str:
         seconds = f"{self._soft.seconds:.1f} s"

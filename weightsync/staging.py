@@ -1,17 +1,21 @@
 """A receiver's side of one transfer, as blocking code for a thread that can be left behind (`crew.py`).
 
-consumes     the sender's head, verdicts and buckets
+consumes     the sender's head and verdicts, buckets of every source
 waits for    each of them: verdicts until `hard`, collectives until `soft`
-produces     its reports, and verified weights in fresh buffers
-on failure   its group is closed, it says so to the sender, and raises `TransferFailed` with the sender's reason where that comes
+produces     its reports; verified weights in memory of their own (`run`), or one bucket after the other (`stream`)
+on failure   its groups are closed, it tells the sender, and raises `TransferFailed` with the sender's reason where that comes
+
+Two buckets of each source are under way at a time: while one is checksummed (and loaded, by `stream`), the next ones arrive.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +23,18 @@ import torch.distributed as dist
 from segue.errors import WireError
 from segue.ports.scheduler import Transfer
 from segue.ports.weights import Manifest, TransferFailed
-from weightsync.buckets import checksum, new_bucket
-from weightsync.group import BroadcastGroup, GroupError, Groups, build_group
-from weightsync.manifest import Layout, ManifestMismatch, check_manifest, with_checksums
-from weightsync.messages import Fault, Report, Stage
-from weightsync.sending import deadlines
+from weightsync.broadcast import IN_FLIGHT, deadlines
+from weightsync.buckets import bucket_bytes, checksum
+from weightsync.group import BroadcastGroup, GroupError, Groups, build_group, device_stream
+from weightsync.manifest import Layout, ManifestMismatch, check_manifest, tied_in_model_only, with_checksums
+from weightsync.memory import Landing
+from weightsync.messages import Fault, Head, Report, Stage
 from weightsync.staged import Staged, check_ties
 from weightsync.store import Channel, StoreError, connect_store, local_address
 from weightsync.turns import failure_sentence
+
+Take = Callable[[int, torch.Tensor], None]
+"""(number of the bucket, its bytes where they rest): what is done with a bucket that has arrived."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +46,15 @@ class Receiving:
     expected: Layout | None
     groups: Groups
     backend: str
-    device: torch.device
+    landing: Landing
 
 
-class _Left(Exception):
+class NotWaitedFor(Exception):
     """Nobody waits for this transfer any more."""
 
 
 class Staging:
-    """One transfer. `run` in a thread; what it received, and how long that took, is read afterwards."""
+    """One transfer. `run` or `stream` in a thread; what it received, and how long that took, is read afterwards."""
 
     def __init__(self, transfer: Transfer, rank: int, means: Receiving, roll_call_seconds: float) -> None:
         self._transfer = transfer
@@ -55,83 +63,131 @@ class Staging:
         self._soft, self._hard = deadlines(transfer.deadline_seconds, roll_call_seconds)
         self.received = 0
         self.transfer_seconds = 0.0
-        self._group: BroadcastGroup | None = None
+        self._head: Head | None = None
+        self._groups: list[BroadcastGroup] = []
 
     def run(self, left: threading.Event) -> Staged:
-        """The whole transfer. `left` is set when nobody waits for it any more. Raises `TransferFailed`."""
+        """The whole transfer: everything has arrived and is verified. `left` is set when nobody waits for it any more.
+
+        Raises `TransferFailed`.
+        """
+        means = self._means
+        buckets: list[torch.Tensor] = []
+
+        def whole(manifest: Manifest) -> None:
+            check_ties(manifest, means.expected, buckets)
+
+        manifest = self._take_all(left, lambda number, bucket: buckets.append(bucket), whole)
+        return Staged(self._transfer.version, manifest, buckets)
+
+    def stream(self, left: threading.Event, opened: Callable[[Manifest], None], take: Take) -> Manifest:
+        """The same without keeping anything: `opened` gets the manifest (without checksums) as soon as everybody takes part, and
+        `take` each bucket, in order; what it is given may be written over once it and all views of it have gone.
+
+        Returns the manifest with its checksums when every member has everything undamaged: only then was what `take` got the
+        published weights. `take` may raise `NotWaitedFor`. Raises `TransferFailed`.
+        """
+        return self._take_all(left, take, lambda manifest: None, opened)
+
+    def _take_all(
+        self,
+        left: threading.Event,
+        take: Take,
+        whole: Callable[[Manifest], None],
+        opened: Callable[[Manifest], None] | None = None,
+    ) -> Manifest:
+        """The order of messages; `whole` is called when all buckets are there, `opened` before the first one comes."""
         try:
             store = connect_store(self._transfer.address, self._hard)
             channel = Channel(store, self._transfer.transfer)
             channel.join(self._means.member, local_address(self._transfer.address))
-            manifest = self._acknowledge(channel)
+            manifest = self._acknowledge(channel, keeps=opened is None)
             build = self._await_go(channel)
-            buckets, checksums = self._take_part(channel, store, manifest, build, left)
+            if opened is not None:
+                opened(manifest)
+            checksums = self._take_part(channel, store, manifest, build, left, take, whole)
             channel.report(self._report(Stage.RECEIVED, checksums=checksums))
             verdict = channel.verdict("commit", self._hard)
             if not verdict.ok:
                 raise TransferFailed(verdict.reason)
             assert verdict.checksums == checksums
-            if self._group is not None:
-                self._means.groups.keep(self._group)
-                self._group = None
-            return Staged(self._transfer.version, with_checksums(manifest, checksums), buckets)
+            while self._groups:
+                self._means.groups.keep(self._groups.pop())
+            return with_checksums(manifest, checksums)
         except (StoreError, WireError) as error:
             raise TransferFailed(self._sentence(str(error))) from error
         finally:
-            self._drop_group()
+            self._drop_groups()
 
-    def _acknowledge(self, channel: Channel) -> Manifest:
+    def _acknowledge(self, channel: Channel, keeps: bool) -> Manifest:
         """Read the head, and refuse what cannot be loaded before anything is sent."""
-        head = channel.head(self._hard)
+        head = self._head = channel.head(self._hard)
         if head.manifest is None:
             raise TransferFailed(head.reason)
         try:
             check_manifest(head.manifest, self._means.model, self._means.expected)
+            if not keeps:
+                _check_streamable(head.manifest, self._means.expected)
         except ManifestMismatch as error:
             channel.report(self._report(Stage.READY, Fault.REFUSED, str(error)))
             raise TransferFailed(self._sentence(str(error))) from error
         return head.manifest
 
     def _await_go(self, channel: Channel) -> bool:
-        """Report ready, wait for the go, and return whether the group must be built.
+        """Report ready, wait for the go, and return whether the groups must be built.
 
-        After a go even a member that nobody waits for any more joins the group, to leave it at once: an open connection that
+        After a go even a member that nobody waits for any more joins the groups, to leave them at once: an open connection that
         closes ends the others' waits, an empty place would hold them until their deadline.
         """
-        self._group = self._means.groups.take(self._transfer.group, self._transfer.members)
-        channel.report(self._report(Stage.READY, holds_group=self._group is not None))
+        taken = [self._means.groups.take(self._transfer.group, source, self._transfer.members) for source in self._sources()]
+        self._groups = [group for group in taken if group is not None]
+        channel.report(self._report(Stage.READY, holds_group=None not in taken))
         verdict = channel.verdict("go", self._hard)
         if not verdict.ok:
             raise TransferFailed(verdict.reason)
         if verdict.build:
-            self._drop_group()
-        assert verdict.build or self._group is not None
+            self._drop_groups()
+        assert verdict.build or None not in taken
         return verdict.build
 
-    def _take_part(
-        self, channel: Channel, store: dist.TCPStore, manifest: Manifest, build: bool, left: threading.Event
-    ) -> tuple[list[torch.Tensor], list[int]]:
-        """Receive everything.
+    def _sources(self) -> range:
+        """Numbers of the sources that have a bucket."""
+        head = self._head
+        assert head is not None and head.manifest is not None
+        return range(min(len(head.sources), len(head.manifest.buckets)))
 
-        Failures are reported after the stack of the collective is gone, and with it the group's connections: only that ends the
+    def _take_part(
+        self,
+        channel: Channel,
+        store: dist.TCPStore,
+        manifest: Manifest,
+        build: bool,
+        left: threading.Event,
+        take: Take,
+        whole: Callable[[Manifest], None],
+    ) -> list[int]:
+        """Receive everything, and return its checksums.
+
+        Failures are reported after the stack of the collective is gone, and with it the groups' connections: only that ends the
         waits of the others.
         """
         fault, sentence = Fault.NONE, ""
         try:
             if build:
-                self._group = self._build(store)
-            return self._receive(manifest, left)
+                self._build(store)
+            with device_stream(self._means.landing.device):
+                checksums = self._receive(manifest, left, take)
+            whole(manifest)
+            return checksums
         except GroupError as error:
             fault, sentence = Fault.LOST, str(error)
-        except _Left:
-            fault = Fault.ABANDONED
+        except NotWaitedFor:
+            fault, sentence = Fault.ABANDONED, "its node does not wait for it any more"
         except (MemoryError, RuntimeError, ManifestMismatch) as error:
             fault, sentence = Fault.OWN, str(error) or type(error).__name__
-        self._drop_group()
-        if fault is Fault.ABANDONED:
-            raise self._abandoned(channel)
+        self._drop_groups()
         channel.report(self._report(Stage.RECEIVED, fault, sentence))
-        if fault is Fault.OWN:
+        if fault is not Fault.LOST:
             raise TransferFailed(self._sentence(sentence))
         try:
             verdict = channel.verdict("commit", self._hard)  # the sender knows, or finds out, whose fault it is
@@ -140,51 +196,61 @@ class Staging:
         assert not verdict.ok
         raise TransferFailed(verdict.reason)
 
-    def _build(self, store: dist.TCPStore) -> BroadcastGroup:
+    def _build(self, store: dist.TCPStore) -> None:
         transfer, means = self._transfer, self._means
-        return build_group(
-            means.backend,
-            store,
-            group=transfer.group,
-            transfer=transfer.transfer,
-            members=transfer.members,
-            rank=self._rank,
-            host=local_address(transfer.address),
-            device=means.device,
-            deadline=self._soft,
-        )
+        for source in self._sources():
+            self._groups.append(
+                build_group(
+                    means.backend,
+                    store,
+                    group=transfer.group,
+                    source=source,
+                    transfer=transfer.transfer,
+                    members=transfer.members,
+                    rank=self._rank,
+                    host=local_address(transfer.address),
+                    device=means.landing.device,
+                    deadline=self._soft,
+                )
+            )
 
-    def _receive(self, manifest: Manifest, left: threading.Event) -> tuple[list[torch.Tensor], list[int]]:
-        """All buckets, each in a fresh buffer, and their checksums, each computed while the next bucket is on its way."""
-        group = self._group
-        assert group is not None
+    def _receive(self, manifest: Manifest, left: threading.Event, take: Take) -> list[int]:
+        """All buckets, and their checksums, each computed and taken while the next ones are on their way."""
+        landing, groups = self._means.landing, {group.source: group for group in self._groups}
+        sizes = [bucket_bytes(manifest, number) for number in range(len(manifest.buckets))]
+        landing.arena.keep(sizes)
         began = time.perf_counter()
-        buckets: list[torch.Tensor] = []
+        under_way: deque[tuple[torch.Tensor, Any]] = deque()
         checksums: list[int] = []
-        for number in range(len(manifest.buckets)):
+        started = iter(range(len(sizes)))
+
+        def start() -> None:
+            number = next(started, None)
+            if number is not None:
+                group, bucket = groups[number % len(groups)], landing.buffer(sizes[number])
+                under_way.append((bucket, group.begin(bucket, self._soft) if bucket.numel() else None))
+
+        for _ in range(IN_FLIGHT * len(groups)):
+            start()
+        for number in range(len(sizes)):
             if left.is_set():
-                raise _Left
-            bucket = new_bucket(manifest, number, self._means.device)
-            work = group.begin(bucket, self._soft) if bucket.numel() else None
-            checksums += [checksum(previous) for previous in buckets[-1:]]
+                raise NotWaitedFor
+            bucket, work = under_way.popleft()
             if work is not None:
-                group.finish(work, self._soft)
-            buckets.append(bucket)
+                groups[number % len(groups)].finish(work, self._soft)
             self.received += bucket.numel()
-        self.transfer_seconds = time.perf_counter() - began
-        checksums += [checksum(previous) for previous in buckets[-1:]]
-        check_ties(manifest, self._means.expected, buckets)
-        return buckets, checksums
+            start()
+            self.transfer_seconds = time.perf_counter() - began
+            bucket = landing.land(bucket)
+            checksums.append(checksum(bucket))
+            take(number, bucket)
+        if landing.rest.type == "cuda":
+            torch.cuda.current_stream(landing.rest).synchronize()  # another stream will read it
+        return checksums
 
-    def _drop_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-    def _abandoned(self, channel: Channel) -> TransferFailed:
-        sentence = "its node does not wait for it any more"
-        channel.report(self._report(Stage.RECEIVED, Fault.ABANDONED, sentence))
-        return TransferFailed(self._sentence(sentence))
+    def _drop_groups(self) -> None:
+        while self._groups:
+            self._groups.pop().close()
 
     def _report(
         self,
@@ -199,3 +265,13 @@ class Staging:
 
     def _sentence(self, why: str) -> str:
         return failure_sentence(self._transfer, self._means.member, why)
+
+
+def _check_streamable(manifest: Manifest, expected: Layout | None) -> None:
+    """Buckets that are loaded as they arrive are not there to be compared. Raises `ManifestMismatch`."""
+    pairs = tied_in_model_only(manifest, expected) if expected is not None else []
+    if pairs:
+        name, alias = pairs[0]
+        raise ManifestMismatch(
+            f"the model ties {alias} to {name}, and the sender sends both, which weightsync.staging = 'none' cannot compare"
+        )

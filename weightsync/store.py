@@ -2,7 +2,8 @@
 
 Keys of transfer T are `transfer/T/…`: `head`, `go` and `commit` (the sender's), `joined/NAME`, `ready/NAME` and `received/NAME`
 (each member's, under its own name, so that the sender can say exactly who is missing), and the queue `bell`, into which a member
-drops the key of a report it has just written, so that the sender wakes for any of them.
+drops the key of a report it has just written, so that the sender wakes for any of them. Where other learner ranks send, too, each
+has a queue `orders/NAME` of the transfers in which it is to take part, and reports like a member.
 
 Every client is used by one thread only: a TCPStore client holds a lock while it waits. Waits end at their deadline as long as the
 store answers; when its process is frozen they do not (torch 2.13 then waits for the answer to its own cancellation), which is why
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from segue import wire
 from segue.errors import UserError
+from segue.ports.scheduler import SendWeights, Transfer
 from segue.wire import Message
 from weightsync.crew import Deadline
 from weightsync.messages import Head, Report, Stage, Verdict
@@ -28,6 +30,8 @@ from weightsync.messages import Head, Report, Stage, Verdict
 M = TypeVar("M", bound=Message)
 
 _BACKLOG = 1024
+_ORDERS = "orders"
+_NOTHING = b"-"
 _ANSWER_SECONDS = 10.0
 """How long a living store may take to answer what needs no waiting."""
 
@@ -152,6 +156,28 @@ class Sweeper:
             raise StoreError(_gone(error)) from error
 
 
+def next_order(store: dist.TCPStore, source: str, deadline: Deadline) -> Transfer | None:
+    """The next transfer in which `source` is to take part; None at the deadline, or when it was woken. Raises `StoreError`."""
+    try:
+        store.set_timeout(_span(deadline.left()))
+        order = store.queue_pop(f"{_ORDERS}/{source}")
+        return wire.decode(order, SendWeights).transfer if order != _NOTHING else None
+    except dist.DistStoreError:
+        return None
+    except dist.DistError as error:
+        raise StoreError(_gone(error)) from error
+    finally:
+        store.set_timeout(_span(_ANSWER_SECONDS))
+
+
+def wake(store: dist.TCPStore, source: str) -> None:
+    """End the wait of a source for its next order. Raises `StoreError`."""
+    try:
+        store.queue_push(f"{_ORDERS}/{source}", _NOTHING.decode())
+    except dist.DistError as error:
+        raise StoreError(_gone(error)) from error
+
+
 class Channel:
     """One member's (or the sender's) view of transfer number `transfer`. All methods raise `StoreError`."""
 
@@ -163,6 +189,13 @@ class Channel:
 
     def announce(self, head: Head) -> None:
         self._set("head", head)
+
+    def order(self, source: str, transfer: Transfer) -> None:
+        """Tell another source to take part."""
+        try:
+            self._store.queue_push(f"{_ORDERS}/{source}", wire.encode(SendWeights(transfer)))
+        except dist.DistError as error:
+            raise StoreError(_gone(error)) from error
 
     def decide(self, key: str, verdict: Verdict) -> None:
         """Post the verdict "go" or "commit"."""

@@ -12,6 +12,7 @@ from segue.errors import UserError
 
 SUITES = {
     "latency": "envpool.suites.latency",
+    "price_list": "envpool.suites.price_list",
     "search_qa": "envpool.suites.search_qa",
 }
 

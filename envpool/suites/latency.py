@@ -40,7 +40,9 @@ class LatencyArgs(msgspec.Struct, frozen=True):
     """`[task.args]` of latency.
 
     turns_min/max      turns of an episode, uniform
+    turns_mean         above 0: geometric instead, with this mean before it is cut off at turns_min and turns_max
     words_min/max      words of an observation, uniform
+    prompt_words       of the first one, the prompt; 0: as all others
     distribution       of the step time: constant; gaussian (clipped at 0); lognormal; pareto (Lomax: heavy tail)
     mean               seconds of a step, on average; one drawn above envpool.step_seconds fails in every attempt
     spread             gaussian: standard deviation, seconds; lognormal: sigma of the logarithm; pareto: the tail index, above 1
@@ -55,8 +57,10 @@ class LatencyArgs(msgspec.Struct, frozen=True):
 
     turns_min: Positive = 4
     turns_max: Positive = 4
+    turns_mean: float = 0.0
     words_min: Positive = 4
     words_max: Positive = 4
+    prompt_words: Annotated[int, msgspec.Meta(ge=0)] = 0
     distribution: Literal["constant", "gaussian", "lognormal", "pareto"] = "constant"
     mean: Seconds = 0.0
     spread: Seconds = 0.0
@@ -84,6 +88,14 @@ def draw_seconds(args: LatencyArgs, rng: random.Random) -> float:
     return args.mean
 
 
+def draw_turns(args: LatencyArgs, rng: random.Random) -> int:
+    """Turns of one episode."""
+    if not args.turns_mean:
+        return rng.randint(args.turns_min, args.turns_max)
+    turns = 1 + int(math.log(1.0 - rng.random()) / math.log1p(-1.0 / args.turns_mean)) if args.turns_mean > 1.0 else 1
+    return min(max(turns, args.turns_min), args.turns_max)
+
+
 class _State(msgspec.Struct):
     turn: int = 0
     right: int = 0
@@ -100,7 +112,7 @@ class LatencyEnvironment:
         self._member = member
         self._attempt = attempt if args.transient else 1
         self._state = _State()
-        self._turns = self._draw("turns").randint(args.turns_min, args.turns_max)
+        self._turns = draw_turns(args, self._draw("turns"))
         self._deferred = False
         self._owed = 0.0
 
@@ -175,7 +187,8 @@ class LatencyEnvironment:
 
     def _text(self, turn: int) -> str:
         rng = self._draw(f"{turn}/text")
-        filler = rng.choices(WORDS, k=rng.randint(self._args.words_min, self._args.words_max))
+        words = rng.randint(self._args.words_min, self._args.words_max)
+        filler = rng.choices(WORDS, k=self._args.prompt_words or words if turn == 0 else words)
         return " ".join([*filler, "say", self._word(turn)])
 
     def _observation(self) -> Observation:

@@ -20,7 +20,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from rollout.embedded.meter import Meter
 from rollout.embedded.runner import DecodeBatch, Runner
@@ -28,14 +29,14 @@ from rollout.embedded.sequence import Sequence
 from rollout.embedded.slots import KEEP_STEPS, SlotPolicy
 from rollout.embedded.support import open_runner, open_tokenizer
 from rollout.embedded.watchdog import WatchedCompute
-from rollout.fitting import bind
+from rollout.fitting import bind, targets
 from rollout.pauses import Pauses
 from rollout.requests import check_request, check_scored
 from rollout.stops import StopStrings
 from segue.clock import Compute, now
 from segue.errors import UserError
 from segue.ports.engine import Chunk, EngineCounts, EngineDead, FinishReason, GenerateRequest, PauseMode
-from segue.ports.weights import StagedWeights
+from segue.ports.weights import ArrivingWeights, StagedWeights
 from segue.trajectory import NO_VERSION
 
 _TOO_EARLY = "came before any weights were loaded: load weights first."
@@ -108,6 +109,11 @@ class EmbeddedEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine is gone: every call raises `EngineDead`."""
+        return self._dead is not None
 
     @property
     def stale_controls(self) -> int:
@@ -256,7 +262,8 @@ class EmbeddedEngine:
                 sequence.out.fail(UserError(f"Request {sequence.request.id} {_TOO_EARLY}"))
         self._wake.set()
 
-    async def load(self, version: int, weights: StagedWeights) -> None:
+    def _loadable(self, version: int) -> Runner:
+        """Raises `ValueError` for a version that is not newer."""
         runner = self._check()
         assert self._pauses.paused and self._idle.is_set() and not self._controlled, (
             "weights are loaded while the engine is paused"
@@ -265,6 +272,10 @@ class EmbeddedEngine:
             raise ValueError(
                 f"Weights of version {version} come after those of version {self._version}: version ids are never reused."
             )
+        return runner
+
+    async def load(self, version: int, weights: StagedWeights) -> None:
+        runner = self._loadable(version)
         self._controlled = True
         try:
             started = now()
@@ -272,16 +283,51 @@ class EmbeddedEngine:
             try:
                 await self._watched.run(lambda: runner.load(version, bindings), 0.0)
             except BaseException as error:  # a cancelled wait leaves half-changed weights behind just as a failed copy does
-                dead = EngineDead(f"loading version {version} ended half way: {type(error).__name__}: {error}")
-                dead.__cause__ = error
-                self._die(dead)
-                if isinstance(error, asyncio.CancelledError):
-                    raise
-                raise self._death() from error
+                self._half_loaded(version, error)
         finally:
             self._controlled = False
             self._watched.rest()
         self._meter.control_seconds += now() - started
+        self._loaded(version)
+
+    async def load_arriving(self, weights: ArrivingWeights) -> None:
+        try:
+            await self._load_arriving(weights)
+        finally:
+            weights.close()
+
+    async def _load_arriving(self, weights: ArrivingWeights) -> None:
+        runner, version = self._loadable(weights.version), weights.version
+        self._controlled = True
+        changed = False
+        try:
+            own = await self._watched.run(lambda: targets(runner.model, version, weights.manifest), 0.0)
+            async for tensors in weights.buckets():
+                bindings = [(own[name], tensor) for name, tensor in tensors.items() if name in own]
+                changed = True
+                started = now()
+                await self._watched.run(partial(runner.write, bindings), 0.0)
+                self._meter.control_seconds += now() - started
+                del tensors, bindings
+        except BaseException as error:
+            if changed:
+                self._half_loaded(version, error)
+            raise
+        finally:
+            self._controlled = False
+            self._watched.rest()
+        runner.version = version
+        self._loaded(version)
+
+    def _half_loaded(self, version: int, error: BaseException) -> NoReturn:
+        dead = EngineDead(f"loading version {version} ended half way: {type(error).__name__}: {error}")
+        dead.__cause__ = error
+        self._die(dead)
+        if isinstance(error, asyncio.CancelledError):
+            raise error
+        raise self._death() from error
+
+    def _loaded(self, version: int) -> None:
         if version != self._version:
             self._version = version
             self._policy.loaded(kept=self._pauses.mode == PauseMode.FREEZE)

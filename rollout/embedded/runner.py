@@ -177,11 +177,16 @@ class Runner:
     @torch.inference_mode()
     def load(self, version: int, bindings: Bindings) -> None:
         """Put checked weights in."""
+        self.write(bindings)
+        self.version = version
+
+    @torch.inference_mode()
+    def write(self, bindings: Bindings) -> None:
+        """Put some of them in; what runs is of no version before all are in."""
         for target, source in bindings:
-            target.copy_(source)
+            target.copy_(source, non_blocking=True)
         if self._device != "cpu":
             torch.cuda.synchronize(self._device)  # the staged tensors are the receiver's again when this returns
-        self.version = version
 
     @torch.inference_mode()
     def self_test(self) -> float:

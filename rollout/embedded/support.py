@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from rollout.embedded.cache import SLOTS
 from rollout.embedded.runner import Runner
+from rollout.model_config import check_positions, first_line, meta_model, read_config
 from segue.errors import UserError
 from segue.model_folder import check_loaded
 
@@ -35,14 +36,7 @@ def _refuse(path: str, config: Any, why: str) -> UserError:
 
 def open_config(path: str, max_tokens: int) -> Any:
     """The config of a model folder, if the engine can run such a model. Raises `UserError`."""
-    if not (Path(path) / "config.json").is_file():
-        raise UserError(f"{path} is no model folder (it has no config.json): set model.path to a Hugging Face model folder.")
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise UserError(
-            f"{path}/config.json is not a model config that transformers knows ({_first(error)}): correct it."
-        ) from None
+    config = read_config(path)
     if getattr(config, "is_encoder_decoder", False):
         raise _refuse(path, config, "which is an encoder-decoder")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -57,11 +51,7 @@ def open_config(path: str, max_tokens: int) -> Any:
         raise _refuse(path, config, f"whose layers ({', '.join(named)}) keep more than one key and value per token")
     if not getattr(kind, "_supports_attention_backend", False):
         raise _refuse(path, config, "whose attention does not go through transformers' attention interface")
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and positions < max_tokens:
-        raise UserError(
-            f"rollout.max_tokens = {max_tokens} is more than the {positions} positions of the model in {path}: lower it."
-        )
+    check_positions(path, config, max_tokens)
     return config
 
 
@@ -83,7 +73,7 @@ def open_model(path: str, config: Any, dtype: str, device: str) -> torch.nn.Modu
         else:
             model = AutoModelForCausalLM.from_config(config, **options)
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"The model in {path} cannot be opened ({_first(error)}): check the folder.") from None
+        raise UserError(f"The model in {path} cannot be opened ({first_line(error)}): check the folder.") from None
     finally:
         if bars:
             logging.enable_progress_bar()
@@ -95,10 +85,7 @@ def open_model(path: str, config: Any, dtype: str, device: str) -> torch.nn.Modu
 
 def meta_tensors(config: Any, dtype: str) -> dict[str, torch.Tensor]:
     """The named tensors that a model of this config has, on the meta device: names, shapes, dtypes and ties without memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[dtype])
-    model.tie_weights()
-    tensors: dict[str, torch.Tensor] = model.state_dict()
+    tensors: dict[str, torch.Tensor] = meta_model(config, dtype).state_dict()
     return tensors
 
 
@@ -115,7 +102,7 @@ def check_runner(path: str, runner: Runner, dtype: str) -> None:
     try:
         gap = runner.self_test()
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-        raise _refuse(path, runner.model.config, f"which cannot work on slots ({_first(error)})") from error
+        raise _refuse(path, runner.model.config, f"which cannot work on slots ({first_line(error)})") from error
     if not gap <= _TOLERANCE[_DTYPES[dtype].itemsize]:
         raise _refuse(path, runner.model.config, f"whose log-probabilities come out {gap:.2g} nats off on slots")
 
@@ -128,8 +115,4 @@ def open_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"The tokenizer in {path} cannot be opened ({_first(error)}): check the folder.") from None
-
-
-def _first(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".:")
+        raise UserError(f"The tokenizer in {path} cannot be opened ({first_line(error)}): check the folder.") from None

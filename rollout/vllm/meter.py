@@ -25,14 +25,14 @@ class Meter:
     def step(self, record: StepRecord, decoded: int) -> None:
         """A step in which `decoded` tokens were sampled."""
         self.prefill_tokens += record.prefill_tokens
-        self.cached_tokens += sum(admitted.cached for admitted in record.admitted)
+        self.cached_tokens += record.cached_tokens
         self.decode_tokens += decoded
         self.preemptions += record.preemptions
         self.step_seconds += record.seconds
         self.prefill_seconds += record.prefill_seconds
         self.score_seconds += record.score_seconds
 
-    def counts(self, *, running: int, waiting: int, evictions: int) -> EngineCounts:
+    def counts(self, *, running: int, waiting: int, evictions: int, discarded: int, unclaimed: int) -> EngineCounts:
         """The totals, and how things stand."""
         return EngineCounts(
             prefill_tokens=self.prefill_tokens,
@@ -46,4 +46,6 @@ class Meter:
             preemptions=self.preemptions,
             evictions=evictions,
             scored_tokens=self.scored_tokens,
+            discarded_tokens=discarded,
+            unclaimed_tokens=unclaimed,
         )

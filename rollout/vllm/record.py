@@ -33,13 +33,18 @@ class Admitted:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step. `ended`: requests that were aborted and are gone. Seconds: of the step, of its
-    prefill's share, and of a step that scored (none of the others).
+    """One step. `ended`: requests that were aborted and are gone. Seconds: of the step, of its prefill's share
+    (`rollout.vllm.pace`), and of a step that scored (none of the others).
+
+    `prefill_tokens` is what the workers computed beyond one token per row that sampled; `cached_tokens` and `refilled_tokens` (of
+    preempted requests, all they had to fill anew, the last one included) are vLLM's own prefix statistics.
     """
 
     admitted: list[Admitted] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     prefill_tokens: int = 0
+    cached_tokens: int = 0
+    refilled_tokens: int = 0
     preemptions: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -52,6 +57,8 @@ class StepRecord:
             "a": admitted,
             "e": self.ended,
             "p": self.prefill_tokens,
+            "h": self.cached_tokens,
+            "r": self.refilled_tokens,
             "n": self.preemptions,
             "s": self.seconds,
             "f": self.prefill_seconds,
@@ -66,6 +73,8 @@ class StepRecord:
             admitted=[Admitted(*a) for a in fields.get("a", ())],
             ended=list(fields.get("e", ())),
             prefill_tokens=fields.get("p", 0),
+            cached_tokens=fields.get("h", 0),
+            refilled_tokens=fields.get("r", 0),
             preemptions=fields.get("n", 0),
             seconds=fields.get("s", 0.0),
             prefill_seconds=fields.get("f", 0.0),

@@ -1,8 +1,9 @@
 """vLLM's scheduler, with books and with a lane of its own for scoring. Runs in vLLM's core process; named in `scheduler_cls`.
 
-vLLM tells per request only the first admission's cached tokens, and of preempted requests nothing at all; here every admission is
-written down as it is scheduled. And a paused vLLM computes nothing: a request whose id begins with `SCORE_PREFIX` is run although
-all others stand still, on blocks of KV that are kept for that alone.
+vLLM tells per request only the first admission's cached tokens, and of preempted requests nothing at all; here every admission
+is written down as it is scheduled. What a step computed in all is counted apart, from what the workers sampled (`account.py`).
+And a paused vLLM computes nothing: a request whose id begins with `SCORE_PREFIX` is run although all others stand still, on
+blocks of KV that are kept for that alone.
 
 vLLM does not promise this interface: whatever of it is used is used here, in `core.py`, `worker.py` and `transfer.py` alone.
 """
@@ -16,7 +17,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 
 from rollout.vllm.account import Account
 from rollout.vllm.lifeline import end_with_parent
@@ -39,14 +40,15 @@ class _Segue(_Mixin):
         end_with_parent()
         super().__init__(*args, **kwargs)
         self._account = Account()
-        # of those under way: when it began, context tokens, whether rows decode, whether it scores
-        self._steps: list[tuple[float, int, bool, bool]] = []
+        self._steps: list[tuple[float, bool]] = []  # those under way: when it began, whether it scores
         self._frozen: tuple[Any, ...] | None = None  # what stands still while sequences are scored
         pool = self.kv_cache_manager.block_pool
         tokens = self.vllm_config.additional_config[SETTINGS]["score_tokens"]
         groups = self.kv_cache_config.kv_cache_groups
         count = sum(-(-tokens // group.kv_cache_spec.block_size) + 1 for group in groups)
         self._kept = pool.get_new_blocks(count)
+        self.kv_cache_manager.log_stats = True  # its own prefix statistics: what is found again is counted there
+        self.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
 
     # --- books ------------------------------------------------------------------------------------------------------
 
@@ -59,18 +61,18 @@ class _Segue(_Mixin):
         for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             if request in cached.resumed_req_ids:
                 self._account.admit(request, self.requests[request].num_tokens, computed)
-        before = self._account.prefill_tokens
         self._account.scheduled(output.num_scheduled_tokens.items())
-        prefill = self._account.prefill_tokens - before
-        decode = any(count == 1 for count in output.num_scheduled_tokens.values())
+        stats = self.kv_cache_manager.make_prefix_cache_stats()
+        self._account.looked_up(stats.hits + stats.preempted_hits, stats.preempted_queries - stats.preempted_hits)
         if output.num_scheduled_tokens:
-            self._steps.append((began, prefill, decode, self._frozen is not None))
+            self._steps.append((began, self._frozen is not None))
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        if scheduler_output.num_scheduled_tokens:
-            began, prefill, decode, scores = self._steps.pop(0)
-            self._account.timed(began, time.monotonic(), prefill, decode, scores)
+        if tokens := scheduler_output.total_num_scheduled_tokens:
+            rows = sum(len(sampled) > 0 for sampled in model_runner_output.sampled_token_ids)
+            began, scores = self._steps.pop(0)
+            self._account.computed(began, time.monotonic(), tokens, rows, scores)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._thaw()
         return outputs

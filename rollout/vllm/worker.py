@@ -1,4 +1,5 @@
-"""What is mixed into vLLM's workers (`worker_extension_cls`): sampling with noise of our own, and our weight-transfer backend.
+"""The engine's part of what is mixed into vLLM's workers (`worker_extension_cls`): sampling with noise of our own, and loading
+weights that lie in the node's process.
 
 vLLM seeds a generator per request and draws from it token by token, so that a request that goes on after an interruption would
 start the noise anew. Here the generator of each row is seeded before each token (`noise.generator_seed`).
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-import rollout.vllm.transfer  # noqa: F401  # registers the backend in this process
+from rollout.vllm.handover import open_tensors
 from rollout.vllm.lifeline import end_with_parent
 from rollout.vllm.noise import generator_seed
 from rollout.vllm.record import EXTRA
@@ -59,7 +60,7 @@ class RowNoise:
 
 
 class Extension:
-    """Methods that the node calls by `collective_rpc`."""
+    """Methods that the node calls by `collective_rpc`. `segue.cluster.vllm_worker` adds the backend that weights come by."""
 
     model_runner: Any
 
@@ -73,3 +74,10 @@ class Extension:
         if not isinstance(sampler.forward, RowNoise):
             sampler.forward = RowNoise(runner, sampler.forward)
         return ""
+
+    def segue_load_handover(self, path: str, size: int, plan: list[list[Any]]) -> None:
+        """Load tensors that the node hands over in memory (`handover.py`), inside the bracket of a weight update.
+
+        They are views of a mapping that lives as long as any loader holds one of them.
+        """
+        self.model_runner.get_model().load_weights(open_tensors(path, size, plan))

@@ -83,11 +83,15 @@ class ExtendSlice(msgspec.Struct, frozen=True, gc=False):
 
 
 class BeginTransfer(msgspec.Struct, frozen=True):
-    """Start a broadcast: the sender and every `(node, session)` are told of `transfer`, under the update id `update`."""
+    """Start a broadcast: the sender and every `(node, session)` are told of `transfer`, under the update id `update`.
+
+    `inflight` is how requests in flight cross.
+    """
 
     update: int
     transfer: Transfer
     nodes: list[tuple[str, int]]
+    inflight: str
 
 
 class Abandon(msgspec.Struct, frozen=True, gc=False):

@@ -26,6 +26,7 @@ from scheduler.core.events import (
     NodeHeard,
     NodeJoined,
     NodeLost,
+    NodeSpent,
     SendFailed,
     StopRequested,
     TasksArrived,
@@ -77,7 +78,7 @@ class SchedulerCore:
         self.failures = Failures(t, self.leases, self.groups, task_count or config.task.train_tasks)
         self.admission = Admission(t, self.leases, self.groups, self.failures, self.progress)
         self.batches = Batches(t, self.groups, self.progress)
-        self.updates = Updates(t, self.leases)
+        self.updates = Updates(t, self.leases, self._pressing)
         self.parking = Parking(t, self.leases)
         self.evaluation = Evaluation(t, self.leases, self.groups)
         self.intake = Intake(t, self.leases, self.groups, self.failures, self.batches, self.parking, self.evaluation)
@@ -92,6 +93,7 @@ class SchedulerCore:
             NodeJoined: self._node_joined,
             NodeHeard: self._node_heard,
             NodeLost: self._node_lost,
+            NodeSpent: self._node_spent,
             FromNode: self._from_node,
             TransferResult: self.updates.result,
             SendFailed: lambda e, now: self.updates.send_failed(e.transfer, e.reason, now),
@@ -169,6 +171,8 @@ class SchedulerCore:
             t.room = False
             self.admission.fill_all(now)
         self.admission.request()
+        if self.updates.held and self._pressing():
+            self._standing(now)
         out, t.out = t.out, []
         return out
 
@@ -195,6 +199,10 @@ class SchedulerCore:
         node = self.tables.nodes.get(event.node, event.session)
         if node is not None:
             self.leases.heard(node, now)
+
+    def _node_spent(self, event: NodeSpent, now: float) -> None:
+        if self.tables.nodes.get(event.node, event.session) is not None:
+            self.updates.spent(event.node, event.session, event.tokens, event.seconds, now)
 
     def _node_lost(self, event: NodeLost, now: float) -> None:
         node = self.tables.nodes.get(event.node, event.session)
@@ -247,6 +255,15 @@ class SchedulerCore:
         self.tables.out.append(
             Fatal("rollout", f"No rollout node has been heard of for {self._alone_seconds:g} s, so nothing can go on.")
         )
+
+    def _pressing(self) -> bool:
+        """Whether something waits for newer weights than the nodes have: an evaluation, an episode that must not go back to older
+        ones, or the learner, whose next batch needs groups that may not begin under these (a node has room, and all that may
+        begin has begun)."""
+        t, progress = self.tables, self.progress
+        if t.waiting.beyond(max(t.nodes.running, default=0)):
+            return True
+        return progress.formed == progress.trained and self.admission.open(None) and t.nodes.least_loaded(0) is not None
 
     # --- for the shell --------------------------------------------------------------------------------------------------
 

@@ -137,6 +137,11 @@ class Episode:
         return max(self.group.floor, self.last_version)
 
     @property
+    def prefix_home(self) -> Node | None:
+        """The node that has computed the KV of its prefix: where it ran last, or, before it began, where its group did."""
+        return self.home if self.next_seq else self.group.home
+
+    @property
     def sampled(self) -> int:
         return sum(self.counts)
 

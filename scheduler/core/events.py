@@ -36,6 +36,15 @@ class NodeHeard(msgspec.Struct, frozen=True):
     session: int
 
 
+class NodeSpent(msgspec.Struct, frozen=True, gc=False):
+    """What this node has computed again because of weight updates, in all since its process began: tokens, engine seconds."""
+
+    node: str
+    session: int
+    tokens: float
+    seconds: float
+
+
 class NodeLost(msgspec.Struct, frozen=True):
     """The process behind this session is known to be gone; nobody needs to wait for its leases to end."""
 
@@ -128,6 +137,7 @@ Event = (
     | TransferResult
     | NodeJoined
     | NodeHeard
+    | NodeSpent
     | NodeLost
     | FromNode
     | TasksArrived

@@ -1,10 +1,11 @@
 """Leases: which node runs which episode, and when that right ends.
 
-Routing, when an episode is to be leased: to its group's first node (their common prompt is cached there) or the node it ran on
-last, unless that node is fuller than the least loaded one by more than `BALANCE`; then to the least loaded.
-When a place becomes free on a full cluster: the oldest waiting group first; but an episode that has not begun and whose group
-sits on another node is passed over for a mate of this node's own groups, or for a new group, as long as that lets it fall
-behind by less than one batch of groups.
+Every episode has a home, the node that holds the KV of its prefix: the one it ran on last, or, before it has begun, its group's
+first node (their common prompt is cached there). Routing, when an episode is to be leased: to its home, unless that is fuller
+than the least loaded node by more than `scheduler.affinity_slack`; then to the least loaded.
+When a place becomes free on a full cluster: the oldest waiting group first; but an episode whose home is another node is passed
+over for one that is at home here, or for a new group, as long as that lets it fall behind by less than one batch of groups.
+With `scheduler.affinity = false` nobody has a home.
 """
 
 from __future__ import annotations
@@ -15,10 +16,6 @@ from scheduler.core.nodes import Node
 from scheduler.core.tables import Tables
 from segue.config import Config
 from segue.episode import FailureClass, Purpose, State
-
-BALANCE = 0.25
-"""Share of a node's places by which it may be fuller than the emptiest before affinity yields: with 48 places it lets one group
-of 8 begin together and spreads the next."""
 
 PROGRESS, LEASE = "progress", "lease"
 LEASED, PENDING = State.LEASED, State.PENDING
@@ -40,6 +37,8 @@ class Leases:
         self._lease_seconds = tables.config.scheduler.lease_seconds
         self._progress_seconds = progress_seconds(tables.config)
         self._slack = tables.config.batch.groups
+        self._affinity = tables.config.scheduler.affinity
+        self._balance = tables.config.scheduler.affinity_slack
 
     # --- sessions -------------------------------------------------------------------------------------------------------
 
@@ -185,24 +184,31 @@ class Leases:
             if not episode.stamp:
                 t.waiting.push(episode)
             return False
-        home = episode.home if episode.next_seq else episode.group.home
-        usable = home is not None and home.serving and home.has_room and home.version >= floor
-        if home is not None and usable and home.load - least.load <= BALANCE:
+        home = self._home(episode)
+        if home is not None and home.serving and home.has_room and home.version >= floor and self._near(home, least):
             least = home
         self.grant(episode, least, now)
         return True
 
     def choose(self, node: Node, may_open: bool, newest_group: int) -> Episode | None:
         """Who should have the free place on this node; None if nobody waits for it, or a new group should rather begin."""
-        top = self._t.waiting.best(node.version)
-        if top is None or top.next_seq or top.group.purpose is not Purpose.TRAIN:
+        t = self._t
+        top = t.waiting.best(node.version)
+        if top is None or top.group.purpose is not Purpose.TRAIN:
             return top
-        home = top.group.home
-        if home is None or home is node or not home.serving or home.load - node.load > BALANCE:
+        home = self._home(top)
+        if home is None or home is node or not home.serving or home.version < top.floor or not self._near(home, node):
             return top
-        mate = self._t.waiting.best_mate(node)
+        mate = t.waiting.best_mate(node)
         if mate is not None and mate.group.rank - top.group.rank < self._slack:
             return mate
         if may_open and newest_group - top.group.id < self._slack:
             return None
         return top
+
+    def _home(self, episode: Episode) -> Node | None:
+        return episode.prefix_home if self._affinity else None
+
+    def _near(self, home: Node, other: Node) -> bool:
+        """Whether `home` is not so much fuller than `other` that affinity yields."""
+        return home.load - other.load <= self._balance

@@ -14,8 +14,8 @@ from segue.trajectory import NO_VERSION
 class Node:
     """One session of a rollout node. `closed`: no new lease until its update is over; `update`: the one it takes part in.
 
-    `mates` is the heap of waiting episodes that would like to begin here because their group did. `quota` is how many more
-    groups may begin here while other nodes still load the same weights (None: any number).
+    `mates` is the heap of waiting episodes that are at home here: they ran here last, or their group began here. `quota` is how
+    many more groups may begin here while other nodes still load the same weights (None: any number).
     """
 
     __slots__ = (

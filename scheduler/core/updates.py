@@ -2,8 +2,9 @@
 
 weights ready → choose nodes (all that are behind, or a rolling share of them) → one transfer for the sender and these nodes →
 each node reports `Loaded`, or is fenced when the deadline passes → the next round, if nodes are behind. Versions published
-meanwhile wait; only the newest of them is ever sent. A transfer that fails is abandoned, the members it names are fenced, and
-the next round begins with who is left, under a new transfer and group id.
+meanwhile wait, and so do those that the policy holds back (`policy`); only the newest of them is ever sent. A transfer that
+fails is abandoned, the members it names are fenced, and the next round begins with who is left, under a new transfer and group
+id.
 
 Nodes without weights have rounds of their own, beside that one: a join that hangs holds up nobody's update. What fails again and
 again is tried after ever longer pauses: a node that was fenced over its weights or whose joins fail, and a broadcast that
@@ -12,13 +13,17 @@ brought nobody forward; the latter ends the run after some attempts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from scheduler.core.bill import Bill
 from scheduler.core.commands import Abandon, BeginTransfer, Fatal, UpdateDone, Warn
 from scheduler.core.leases import Leases
 from scheduler.core.nodes import Node
+from scheduler.core.policy import UpdatePolicy
 from scheduler.core.rests import Rests
 from scheduler.core.tables import Tables
 from scheduler.errors import CallRefused
-from segue.ports.scheduler import Loaded, LoadFailed, Transfer, TransferResult
+from segue.ports.scheduler import Loaded, LoadFailed, Transfer, TransferResult, members_of, node_of
 from segue.trajectory import NO_VERSION
 
 ROUND = "round"
@@ -39,11 +44,12 @@ UPDATE = ""
 class Round:
     """One transfer: `expecting` have yet to load, `failed` could not and wait for the sender's word on why.
 
-    In a `joining` round the members had no weights, in a `first` one nobody had.
+    In a `joining` round the members had no weights, in a `first` one nobody had. `inflight` is how requests in flight cross.
     """
 
-    def __init__(self, transfer: Transfer, members: list[Node], joining: bool, first: bool, now: float) -> None:
+    def __init__(self, transfer: Transfer, members: list[Node], joining: bool, first: bool, inflight: str, now: float) -> None:
         self.transfer = transfer
+        self.inflight = inflight
         self.members = members
         self.joining = joining
         self.first = first
@@ -57,16 +63,26 @@ class Round:
 
 
 class Updates:
-    """The updates in progress by transfer id, and the figures of those that are over."""
+    """The updates in progress by transfer id, and the figures of those that are over.
 
-    def __init__(self, tables: Tables, leases: Leases) -> None:
+    `pressing` says that a version must not be held back. `held`: the policy holds the newest one back now. `bill`: what they
+    cost.
+    """
+
+    def __init__(self, tables: Tables, leases: Leases, pressing: Callable[[], bool]) -> None:
         config = tables.config
         self._t = tables
         self._leases = leases
         self._rolling = config.update.rolling
+        self._ranks = config.rollout.ranks
         self._deadline = config.update.deadline_seconds
         self._transfer_deadline = min(config.weightsync.deadline_seconds, config.update.deadline_seconds)
-        self._closes = config.update.inflight == "episode"
+        self._pressing = pressing
+        self.policy = UpdatePolicy(config.update, config.staleness.max_age)
+        self.bill = Bill(tables.meter, config.update.reprefill_window)
+        self.held = False
+        self._begun = NO_VERSION  # the newest that a round was begun for
+        self._held_back = NO_VERSION  # the newest that was ever held back
         self._address = ""
         self._groups: dict[tuple[tuple[str, int], ...], int] = {}
         self._rests = Rests(tables.timers, PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
@@ -97,8 +113,15 @@ class Updates:
         self._address = address
         if again:
             return
+        self._count_coalesced()
         versions.publish(step)
         self._t.standing = True
+
+    def _count_coalesced(self) -> None:
+        """The newest version is about to be followed by another: if no node was to load it yet, none ever will."""
+        newest = self._t.versions.newest
+        if newest > self._begun != NO_VERSION:
+            self._t.tally.count("updates_coalesced", "reprefill" if newest == self._held_back else "busy")
 
     def behind(self) -> list[Node]:
         """Living nodes that do not run the newest version."""
@@ -124,6 +147,7 @@ class Updates:
     def advance(self, now: float) -> None:
         """Begin the rounds that can begin: the next update, if none is running and nodes are behind, and joins beside it."""
         t = self._t
+        self.held = False
         updating = any(not round.joining for round in self.rounds.values()) or UPDATE in self._rests
         joins = sum(round.joining for round in self.rounds.values())
         if t.stopped or (updating and (joins >= MAX_JOINS or not t.nodes.running[NO_VERSION])):
@@ -131,10 +155,29 @@ class Updates:
         behind = [node for node in self.behind() if node.update is None]
         running = [node for node in behind if node.version != NO_VERSION]
         joining = [node for node in behind if node.version == NO_VERSION and node.name not in self._rests]
-        if running and not updating:
+        if running and not updating and self._release(running, now):
             self._begin(self._choose(running), False, now)
         if joining and joins < MAX_JOINS:
             self._begin(joining, True, now)
+
+    def _release(self, running: list[Node], now: float) -> bool:
+        """Whether the newest version goes out. Once some node was to load it, the others follow, and failed attempts are
+        repeated."""
+        versions = self._t.versions
+        newest = versions.newest
+        if newest == self._begun or not self.policy.holds:
+            return True
+        behind = versions.step(newest) - min(versions.step(node.version) for node in running)
+        self.held = not self.policy.release(behind, self._pressing(), self.bill.share(now))
+        if self.held:
+            self._held_back = newest
+        return not self.held
+
+    def spent(self, node: str, session: int, tokens: float, seconds: float, now: float) -> None:
+        """A node's word on what updates have cost it."""
+        self.bill.said(node, session, tokens, seconds, now)
+        if self.held and self.policy.affordable(self.bill.share(now)):
+            self._t.standing = True
 
     def rested(self, key: str) -> None:
         """A pause is over."""
@@ -155,20 +198,22 @@ class Updates:
             step=t.versions.step(version),
             transfer=self.next_transfer,
             group=self._group(members),
-            members=[node.name for node in members],
+            members=[member for node in members for member in members_of(node.name, self._ranks)],
             address=self._address,
             deadline_seconds=self._transfer_deadline,
         )
         self.next_transfer += 1
         first = joining and t.nodes.running[NO_VERSION] == len(t.nodes)
-        self.rounds[transfer.transfer] = Round(transfer, members, joining, first, now)
+        inflight = self.policy.inflight
+        self.rounds[transfer.transfer] = Round(transfer, members, joining, first, inflight, now)
+        self._begun = version
         for node in members:
             node.update = transfer.transfer
-            node.closed = self._closes
+            node.closed = inflight == "episode"
             t.nodes.touch(node)
         t.timers.arm(ROUND, transfer.transfer, now + self._deadline)
         t.tally.count("transfers")
-        t.out.append(BeginTransfer(transfer.transfer, transfer, [(node.name, node.session) for node in members]))
+        t.out.append(BeginTransfer(transfer.transfer, transfer, [(node.name, node.session) for node in members], inflight))
 
     def _group(self, members: list[Node]) -> int:
         """The process group of exactly these sessions if their last transfer in it went well, else a new one."""
@@ -316,8 +361,9 @@ class Updates:
         t.tally.count("transfers_failed")
         self._forget_group(round)
         round.reason = reason
+        lost = {node_of(member) for member in missing}
         fenced, survivors = 0, [node for node in round.members if node.alive and node.update == round.transfer.transfer]
-        for node in [node for node in survivors if node.name in missing]:
+        for node in [node for node in survivors if node.name in lost]:
             fenced += 1
             survivors.remove(node)
             self._fence(node, "update_deadline", reason, now)
@@ -357,6 +403,8 @@ class Updates:
         self._close(round)
         if round.loaded:
             self.figures["updates"] += 1
+            if not round.joining:
+                self._t.tally.count("updates", round.inflight)
             seconds = now - round.began_at
             self._t.out.append(
                 UpdateDone(round.transfer.version, round.transfer.step, sorted(round.loaded), sorted(round.left), seconds)
@@ -381,7 +429,7 @@ class Updates:
         if not any(node.version == newest for node in t.nodes):
             what = f"{version} reached no rollout node in {self.barren} attempts"
         elif self._blameless >= MAX_BARREN:
-            what = f"{version} could not be sent to {', '.join(round.transfer.members)} in {self.barren} attempts"
+            what = f"{version} could not be sent to {', '.join(node.name for node in round.members)} in {self.barren} attempts"
         else:
             return
         t.out.append(Fatal("weightsync", f"{what}: {why}."))

@@ -38,8 +38,8 @@ class Waiting:
         heap = self._by_floor.setdefault(0 if floor <= self.everywhere else floor, [])
         heapq.heappush(heap, entry)
         self._meter.operations += 2 + len(heap).bit_length()
-        home = group.home
-        if home is not None and home.serving and episode.next_seq == 0:
+        home = episode.prefix_home
+        if home is not None and home.serving and home.version >= floor:
             self._clean(home.mates)  # nobody else does on a node that never has to look for mates: it would grow for ever
             heapq.heappush(home.mates, entry)
             self._meter.operations += 1 + len(home.mates).bit_length()
@@ -66,8 +66,18 @@ class Waiting:
             del self._by_floor[floor]
         return best[2] if best is not None else None
 
+    def beyond(self, version: int) -> bool:
+        """Whether anybody waits for newer weights than these."""
+        for floor, heap in self._by_floor.items():
+            self._meter.operations += 1
+            if floor > version:
+                self._clean(heap)
+                if heap:
+                    return True
+        return False
+
     def best_mate(self, node: Node) -> Episode | None:
-        """The first in line of those whose group began on this node and who have not begun themselves."""
+        """The first in line of those that are at home on this node."""
         self._clean(node.mates)
         return node.mates[0][2] if node.mates else None
 

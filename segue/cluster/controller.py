@@ -89,6 +89,7 @@ class Controller:
         self._eval_events: dict[str, asyncio.Event] = {}
         self._lines = JsonLines(run.metrics)
         self._seen = 0
+        self._reprefill = (0, 0.0)  # tokens and seconds up to the last step
         self._status: Mapping[str, Any] = {}
 
     async def run(self) -> None:
@@ -217,6 +218,8 @@ class Controller:
     def _line(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """The line of a step, from what the learner reported and what the scheduler counted at that acknowledgement."""
         scheduler, stats = data["scheduler"], dict(data["stats"])
+        bill, before = scheduler["reprefill"], self._reprefill
+        self._reprefill = bill["tokens"], bill["seconds"]
         now = time.monotonic()
         began, self._last_step = self._last_step, now
         return step_line(
@@ -228,6 +231,7 @@ class Controller:
             queue_groups=scheduler["queue"]["ready"],
             in_flight=scheduler["episodes"]["states"]["leased"],
             ages=data["ages"],
+            reprefill={**bill, "tokens": bill["tokens"] - before[0], "seconds": bill["seconds"] - before[1]},
             stats=stats,
         )
 
@@ -262,6 +266,8 @@ class Controller:
                 lines=read_jsonl(self._run.metrics),
                 episodes=_episodes(status["episodes"]),
                 weight_sync=WeightSyncFigures.from_status(status["updates"]),
+                node_updates=status["counts"].get("updates", {}),
+                coalesced=status["counts"].get("updates_coalesced", {}),
                 metrics={target: samples for fact in facts.values() for target, samples in fact.metrics.items()},
                 states={target: seconds for fact in facts.values() for target, seconds in fact.states.items()},
                 evals=self._evals,
@@ -283,7 +289,9 @@ class Controller:
                 "it wrote them down: their figures are missing here."
             )
         if self._run.attempts() > 1:
-            notes.append("The run was resumed: tokens.generated, prefill, roles and weight_sync are the last attempt's alone.")
+            notes.append(
+                "The run was resumed: tokens.generated, prefill, reprefill, roles and weight_sync are the last attempt's alone."
+            )
         if self._serial:
             notes.append(
                 "Serial mode: the seconds of roles and weight_sync, and wait_seconds, are those of the logical clock "

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from segue.cluster.devices import with_devices
+from segue.cluster.models import beside
 from segue.cluster.own_suite import try_suite
 from segue.cluster.prepare import Prepared, check, find_model
 from segue.cluster.supervisor import watch
@@ -33,7 +34,7 @@ def evaluate(target: Path, overrides: list[str], step: int | None, as_json: bool
                 f"{target} is neither a run directory nor a config file: name one that exists, for instance under runs/."
             )
         look_beside(target, RunDir(target.parent).suite_path())
-        config = with_devices(load_config(target, overrides))
+        config = beside(with_devices(load_config(target, overrides)), target)
         check(config)
         model = find_model(config)
         name = target.stem

@@ -25,7 +25,7 @@ def free_port(interface: str, ports: tuple[int, int], purpose: str) -> int:
 def check_ports(config: Config) -> None:
     """Raises `UserError` if the range has fewer free ports than the run takes: metrics, weight sync, the learner ranks."""
     nodes, ranks = config.rollout.nodes, config.learner.ranks
-    targets = 1 + config.envpool.pools + 2 * nodes + ranks + 1
+    targets = 1 + config.envpool.pools + 2 * nodes + 2 * ranks
     needed = targets + 1 + (ranks > 1)
     interface, (low, high) = config.cluster.interface, config.cluster.ports
     free = len(list(itertools.islice(_free_from_the_top(interface, (low, high)), needed)))

@@ -14,6 +14,7 @@ from envpool.environment import Split
 from envpool.suites import load_suite
 from rollout.vllm.arguments import check_arguments
 from segue.cluster.devices import with_devices
+from segue.cluster.models import beside, check_model, found_model, make_model
 from segue.cluster.own_suite import try_suite
 from segue.cluster.plan import plan_lines
 from segue.cluster.ports import check_ports
@@ -45,7 +46,7 @@ class Prepared:
 def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool, serial: bool = False) -> Prepared:
     """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`."""
     look_beside(config_path, RunDir(config_path.parent).suite_path())
-    config = with_devices(load_config(config_path, overrides))
+    config = beside(with_devices(load_config(config_path, overrides)), config_path)
     check(config)
     if serial:
         _check_serial(config)
@@ -116,7 +117,12 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _check_same_model(path: Path, config: Config) -> None:
     """A checkpoint holds weights of one shape, and tasks of one suite that are still to be done."""
     then, now = tomllib.loads(RunDir(path).config.read_text(encoding="utf-8")), tomllib.loads(to_toml(config))
-    for key in ("task.env", "model.path", *(f"warmstart.{key}" for key in sorted(WarmstartConfig.model_fields))):
+    for key in (
+        "task.env",
+        "model.path",
+        "model.chat_template",
+        *(f"warmstart.{key}" for key in sorted(WarmstartConfig.model_fields)),
+    ):
         table, _, name = key.partition(".")
         before, wanted = then.get(table, {}).get(name), now.get(table, {}).get(name)
         if before != wanted and key != "warmstart.threads":
@@ -137,8 +143,8 @@ def _check_serial(config: Config) -> None:
 
 
 def find_model(config: Config) -> str:
-    """The folder (or hub name) to start from; makes the warm start if it is asked for and not cached."""
-    return config.model.path or str(_warm_start(config))
+    """The folder to start from; makes what is not there and not cached."""
+    return str(make_model(config) if config.model.path else _warm_start(config))
 
 
 def check(config: Config) -> None:
@@ -158,14 +164,14 @@ def check(config: Config) -> None:
                 raise UserError(f"{key} = {wanted} cannot be had: {str(error)[0].lower()}{str(error)[1:]}") from None
     if config.rollout.engine == "vllm":
         check_arguments(config.rollout.engine_args)
-    path = config.model.path
-    if path and not (Path(path) / "config.json").is_file():
-        raise UserError(f"model.path = {path!r} is no Hugging Face model folder (it has no config.json): name one that is.")
+    check_model(config)
 
 
 def _model_text(config: Config) -> str:
     if config.model.path:
-        return config.model.path
+        found = found_model(config)
+        made = "" if found == Path(config.model.path) else f" ({found or 'converted now, once'})"
+        return config.model.path + made
     from segue.cluster.warmstart import cached
 
     found = cached(config)

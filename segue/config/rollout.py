@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field
@@ -45,3 +46,9 @@ class RolloutConfig(Section):
     """Tokens of one lease, after which an episode may be parked; 0 for no limit."""
     keep_trajectories: int = Field(32, ge=0)
     """Newest trained trajectories kept for reading, one per step."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of a node's engine that receive weights: each is a member of a transfer."""
+        sizes = [self.engine_args.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+        return math.prod(size for size in sizes if isinstance(size, int) and size > 0)

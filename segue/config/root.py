@@ -266,6 +266,12 @@ def _check(config: Config, where: str) -> None:
         refuse(
             f"sets update.rolling = {config.update.rolling} with mode = 'sync', which updates all nodes at once: leave it out."
         )
+    if config.update.policy == "budget" and age == 0:
+        why = "mode = 'sync'" if config.mode == "sync" else "staleness.max_age = 0"
+        refuse(
+            f"sets update.policy = 'budget' with {why}, where every step needs its own weights on all nodes: leave update.policy "
+            "out, or allow a greater age."
+        )
     if learner.aggregation == "constant" and learner.constant_length == 0:
         refuse(
             "sets learner.aggregation = 'constant' without learner.constant_length: set it to the most action tokens you expect."
@@ -327,6 +333,13 @@ def _check(config: Config, where: str) -> None:
             "sets weightsync.probe_tokens = 1, but nothing precedes the first token, so that it has no log-probability: "
             "set it to 2 or more, or to 0 for no probe."
         )
+    if config.weightsync.staging == "none":
+        drains, patience = config.update.inflight in ("turn", "episode"), config.weightsync.deadline_seconds
+        if drains and config.update.drain_seconds >= patience:
+            refuse(
+                f"sets weightsync.staging = 'none', where a transfer waits while nodes drain, with update.drain_seconds = "
+                f"{config.update.drain_seconds:g}, not below weightsync.deadline_seconds = {patience:g}: lower it."
+            )
     if config.weightsync.backend == "nccl" and not (learner.gpus and rollout.gpus):
         refuse("sets weightsync.backend = 'nccl' without learner.gpus and rollout.gpus: set both, or use backend = 'gloo'.")
 

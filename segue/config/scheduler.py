@@ -65,6 +65,15 @@ class UpdateConfig(Section):
     """How long `turn` and `episode` wait before what is left is interrupted."""
     deadline_seconds: float = Field(60.0, gt=0.0)
     """A node that has not loaded by then is fenced out."""
+    policy: Literal["every", "budget"] = "every"
+    """`every` step's weights go to the nodes at once; `budget`: fewer, while recomputing what updates drop costs too much
+    (docs/reprefill.md)."""
+    reprefill_budget: float = Field(0.05, gt=0.0, lt=1.0)
+    """Share of the rollout time that may go into recomputing contexts because of updates."""
+    reprefill_window: float = Field(60.0, gt=0.0)
+    """Seconds over which that share is taken."""
+    budget_inflight: tuple[Literal["turn", "keep"], ...] = ("keep",)
+    """Where holding updates back is not enough: what may take the place of `inflight`, one after the other; `[]` for nothing."""
 
 
 class QueueConfig(Section):
@@ -92,6 +101,12 @@ class SchedulerConfig(Section):
     """A lease ends this long after the last exchange with its node."""
     messages_per_second: float = Field(500.0, gt=0.0)
     """Calls between the scheduler and all others together; with more nodes each one's reports and orders gather longer."""
+    affinity: bool = True
+    """Lease an episode where its prefix is in the cache: on the node it ran on last, its group-mates on one node. `false`: always
+    to the least loaded node."""
+    affinity_slack: float = Field(0.25, ge=0.0, le=1.0)
+    """Share of a node's places by which it may be fuller than the emptiest before affinity yields: with 48 places the default
+    lets one group of 8 begin together and spreads the next."""
     retries_infra: int = Field(3, ge=0)
     """Further attempts of an episode whose node, engine or connection failed."""
     retries_env: int = Field(2, ge=0)

@@ -218,6 +218,13 @@ _ROLLOUT = (
         "Context tokens computed, by cause; weight_update, migration, preemption and eviction are repeats.",
         Label("cause", words.PREFILL_CAUSES),
     ),
+    _counter(
+        "segue_prefill_seconds_total",
+        "seconds",
+        ("rollout",),
+        "Engine seconds that these tokens took, at the node's measured prefill speed; sums to the engine's prefill seconds.",
+        Label("cause", words.PREFILL_CAUSES),
+    ),
     _counter("segue_engine_prefill_tokens_total", "tokens", ("rollout",), "Context tokens computed, as the engine counts them."),
     _counter("segue_cached_tokens_total", "tokens", ("rollout",), "Context tokens found in the KV cache."),
     _counter("segue_decode_tokens_total", "tokens", ("rollout",), "Tokens sampled."),
@@ -318,6 +325,26 @@ _LEARNER = (
 )
 
 _WEIGHTS = (
+    _counter(
+        "segue_weight_updates_total",
+        "updates",
+        ("scheduler",),
+        "Weight updates of nodes that had weights, by how requests in flight crossed; first loads are not among them.",
+        Label("inflight", words.UPDATE_INFLIGHT),
+    ),
+    _counter(
+        "segue_weight_updates_coalesced_total",
+        "updates",
+        ("scheduler",),
+        "Published versions that never went to the nodes, because the next one took their place.",
+        Label("reason", words.COALESCE_REASONS),
+    ),
+    _gauge(
+        "segue_reprefill_share_ratio",
+        "ratio",
+        ("scheduler",),
+        "Share of the nodes' time over update.reprefill_window that went into contexts whose KV weight updates had dropped.",
+    ),
     _histogram(
         "segue_weight_sync_seconds",
         "seconds",

@@ -92,6 +92,11 @@ waiting for an engine slot, events waiting for an exchange. envpool: calls waiti
 TIMED_QUEUES: dict[str, tuple[str, ...]] = {"scheduler": ("ready",), "envpool": ("requests",)}
 """Those whose items' waits are observed."""
 
+UPDATE_INFLIGHT = ("recompute", "keep", "turn", "episode")
+COALESCE_REASONS = ("reprefill", "busy")
+"""Why a version never went to the nodes before the next one came: held back by `update.policy = "budget"`, or another update
+ran."""
+
 SYNC_PHASES = ("gather", "transfer", "stage", "drain", "pause", "load", "probe", "resume")
 LEARNER_PHASES = ("wait_batch", "prepare", "proximal", "forward_backward", "optimizer", "publish", "checkpoint")
 MASK_REASONS = ("age",)
@@ -101,4 +106,4 @@ ENV_KILL_REASONS = ("start_timeout", "create_timeout", "reset_timeout", "step_ti
 """Why an env pool killed a worker; `lost` makes sure of one that died of itself."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 RPC_FAILURES = ("timeout", "lost", "error")
-DISCARD_REASONS = ("fenced", "dropped", "failed", "stopped")
+DISCARD_REASONS = ("fenced", "dropped", "failed", "stopped", "unread")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
 if TYPE_CHECKING:
-    from segue.ports.weights import StagedWeights
+    from segue.ports.weights import ArrivingWeights, StagedWeights
 
 
 class FinishReason(enum.StrEnum):
@@ -97,7 +97,9 @@ class Chunk(msgspec.Struct, frozen=True):
 class EngineCounts(msgspec.Struct, frozen=True):
     """Totals since start. `prefill_tokens` is the engine's own count of context tokens it computed outside decoding.
 
-    `scored_tokens` are those that `score` was asked about; they are in none of the other token counts.
+    `scored_tokens` are those that `score` was asked about; they are in none of the other token counts. `discarded_tokens` are in
+    `decode_tokens` and reached nobody: sampled beyond a stop string, or for a consumer that was gone. `unclaimed_tokens` of the
+    prefilled ones are in no chunk: they were computed for a request after its last chunk, before it was gone from the engine.
     """
 
     prefill_tokens: int
@@ -111,6 +113,8 @@ class EngineCounts(msgspec.Struct, frozen=True):
     preemptions: int
     evictions: int
     scored_tokens: int = 0
+    discarded_tokens: int = 0
+    unclaimed_tokens: int = 0
 
 
 class EngineDead(Exception):
@@ -165,3 +169,17 @@ class Engine(Protocol):
     def counts(self) -> EngineCounts: ...
 
     async def stop(self) -> None: ...
+
+
+@runtime_checkable
+class StreamingEngine(Engine, Protocol):
+    """An engine that can do without a second copy of the weights (`weightsync.staging` = "none")."""
+
+    async def load_arriving(self, weights: ArrivingWeights) -> None:
+        """As `load`, bucket by bucket as they arrive.
+
+        Raises `ValueError` before anything changes when names or shapes do not fit. Once the first bucket is in, any failure,
+        of the transfer too, ends the engine (`EngineDead`): its weights are a mixture. Before that they are the old ones,
+        whatever else is raised.
+        """
+        ...

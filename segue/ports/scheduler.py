@@ -212,6 +212,16 @@ class Extend(msgspec.Struct, frozen=True, tag=True):
     slice_tokens: int
 
 
+def members_of(node: str, ranks: int) -> list[str]:
+    """A node's names in `Transfer.members`, one per engine rank that receives weights: its own if there is one, else NODE/0, …"""
+    return [node] if ranks == 1 else [f"{node}/{rank}" for rank in range(ranks)]
+
+
+def node_of(member: str) -> str:
+    """The node that a member of a transfer belongs to."""
+    return member.partition("/")[0]
+
+
 class Transfer(msgspec.Struct, frozen=True):
     """One broadcast of one version: who takes part and where they meet.
 

@@ -66,6 +66,8 @@ class RunFacts:
     lines           the lines of metrics.jsonl (`segue.report.step_line`), earlier attempts' included
     episodes        from the scheduler's status
     weight_sync     from the scheduler's status
+    node_updates    updates of nodes that had weights, by how requests in flight crossed, from the scheduler's counts
+    coalesced       versions that never went to the nodes, by reason, from the scheduler's counts
     metrics         `Metrics.snapshot()` of every role process, by target name ("rollout-0", "weightsync-learner-0")
     states          seconds per state of every role process, by target name
     evals           by name, usually "before" and "after"; those that did not run are absent
@@ -78,6 +80,8 @@ class RunFacts:
     lines: Sequence[Mapping[str, Any]]
     episodes: EpisodeCounts
     weight_sync: WeightSyncFigures = WeightSyncFigures()
+    node_updates: Mapping[str, int] = field(default_factory=dict)
+    coalesced: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     states: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     evals: Mapping[str, EvalResult] = field(default_factory=dict)

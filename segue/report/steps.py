@@ -6,6 +6,9 @@
     version              newest weight version when the step was reported: the one that it trained on
     queue_groups         finished groups waiting       in_flight         episodes under a lease
     ages                 `ages[a]`: trained tokens of age a, in steps
+    reprefill_tokens     since the step before, context tokens computed again because of weight updates, by all nodes
+    reprefill_seconds    engine seconds that took                                  updates           completed by the nodes so far
+    updates_coalesced    versions that never went to the nodes, so far             inflight          how the next update crosses
     then the learner's statistics under its own names (learner/batches.py, learner/diagnostics.py): loss, grad_norm,
     reward_mean, reward_std, info_success, tokens_generated, tokens_trained, tokens_masked_age, kept_fraction,
     trajectories_trained, trajectories_multi_version, logprob_gap_mean, logprob_gap_max, logprob_gap_tokens, …
@@ -30,9 +33,10 @@ def step_line(
     queue_groups: int,
     in_flight: int,
     ages: Sequence[int],
+    reprefill: Mapping[str, Any],
     stats: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The line of one step; `stats` follow in the order they have."""
+    """The line of one step; `reprefill` has tokens, seconds, updates, coalesced and inflight; `stats` follow in their order."""
     line: dict[str, Any] = {
         "step": step,
         "elapsed_seconds": round(elapsed_seconds, 3),
@@ -42,6 +46,11 @@ def step_line(
         "queue_groups": queue_groups,
         "in_flight": in_flight,
         "ages": list(ages),
+        "reprefill_tokens": reprefill["tokens"],
+        "reprefill_seconds": round(reprefill["seconds"], 4),
+        "updates": reprefill["updates"],
+        "updates_coalesced": reprefill["coalesced"],
+        "inflight": reprefill["inflight"],
     }
     taken = [name for name in stats if name in line]
     assert not taken, f"statistics named like a field of the line: {taken}"

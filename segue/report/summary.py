@@ -29,6 +29,7 @@ def build_summary(facts: RunFacts) -> dict[str, Any]:
         "staleness": staleness(lines, facts.bound),
         "episodes": episodes(facts.episodes),
         "prefill": prefill(facts.metrics),
+        "reprefill": reprefill(facts),
         "roles": roles(facts.states),
         "weight_sync": weight_sync(facts.weight_sync),
         "logprob_gap": logprob_gap(lines) | {"probe_max": probe_max(facts.metrics)},
@@ -94,6 +95,26 @@ def prefill(metrics: Snapshots) -> dict[str, int]:
     result["cached"] = int(_sum(metrics, "segue_cached_tokens_total", "rollout"))
     result["engine_total"] = int(_sum(metrics, "segue_engine_prefill_tokens_total", "rollout"))
     return result
+
+
+def reprefill(facts: RunFacts) -> dict[str, Any]:
+    """What weight updates cost: tokens computed again and the engine seconds that took, in all, per update, per trained token (of
+    a run in one attempt), and as a share of the rollout nodes' time."""
+    tokens = int(_sum(facts.metrics, "segue_prefill_tokens_total", "rollout", cause="weight_update"))
+    seconds = _sum(facts.metrics, "segue_prefill_seconds_total", "rollout", cause="weight_update")
+    count, trained = sum(facts.node_updates.values()), int(steps.total(facts.lines, "tokens_trained"))
+    there = sum(sum(spent.values()) for target, spent in facts.states.items() if role_of(target) == "rollout")
+    return {
+        "updates": count,
+        "inflight": dict(facts.node_updates),
+        "coalesced": dict(facts.coalesced),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_update": _ratio(tokens, count),
+        "seconds_per_update": _ratio(seconds, count),
+        "tokens_per_trained_token": _ratio(tokens, trained) if facts.attempts == 1 else None,
+        "rollout_share": round(seconds / there, 6) if there else None,
+    }
 
 
 def roles(states: Snapshots) -> dict[str, Any]:

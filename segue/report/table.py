@@ -63,6 +63,10 @@ def rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         causes = {name: n for name, n in p.items() if name not in ("cached", "engine_total")}
         yield "prefill", f"{_n(p['engine_total'])} tokens computed, {_n(p['cached'])} from the cache"
         yield "", _parts(causes) or "no cause counted"
+    if r := summary.get("reprefill"):
+        yield "re-prefill", _reprefill(r)
+        if r["coalesced"] or len(r["inflight"]) > 1:
+            yield "", f"updates: {_parts(r['inflight'])}; coalesced: {_parts(r['coalesced']) or 'none'}"
     for role, figures in (summary.get("roles") or {}).items():
         states = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["states"].items() if seconds >= 0.05)
         yield role, f"busy {_n(figures['busy_ratio'], '.0%')}: {states}"
@@ -80,6 +84,15 @@ def rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     )
     for note in summary.get("notes") or []:
         yield "note", note
+
+
+def _reprefill(r: Mapping[str, Any]) -> str:
+    if not r["updates"]:
+        return "no weight update of nodes at work"
+    tokens, seconds = _n(r["tokens_per_update"], ",.0f"), _n(r["seconds_per_update"], ".3f")
+    every = f"each weight update cost {tokens} re-prefilled tokens and {seconds} s of rollout time"
+    whole = f"{_n(r['tokens'])} tokens, {_n(r['seconds'], '.1f')} s, {_n(r['rollout_share'], '.1%')} of it"
+    return f"{every} ({_n(r['updates'])} updates: {whole})"
 
 
 def _success(evals: Mapping[str, Any]) -> str:

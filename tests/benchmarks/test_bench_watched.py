@@ -19,8 +19,18 @@ from segue.report import step_line, step_text
 
 @pytest.mark.parametrize("step", [0, 8, 9, 99])
 def test_a_step_is_recognised_on_the_console_as_the_run_prints_it(step: int) -> None:
+    bill = {"tokens": 0, "seconds": 0.0, "updates": 0, "coalesced": 0, "inflight": "recompute"}
     line = step_line(
-        step, elapsed_seconds=1, step_seconds=1, wait_seconds=0, version=1, queue_groups=0, in_flight=0, ages=[5], stats={}
+        step,
+        elapsed_seconds=1,
+        step_seconds=1,
+        wait_seconds=0,
+        version=1,
+        queue_groups=0,
+        in_flight=0,
+        ages=[5],
+        reprefill=bill,
+        stats={},
     )
     assert steps_done(step_text(line, 100)) == step + 1
 

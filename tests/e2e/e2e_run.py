@@ -38,6 +38,15 @@ LONG = ("--set", "steps=100000", "--set", "eval.tasks=0", "--set", "checkpoint.e
 STEP_LINE = r"^step +(\d+)/"
 
 
+def ports_of_this_worker(arguments: list[str]) -> list[str]:
+    """A port range of its own for each of the processes that share the tests: one test must not take what another counts on."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if arguments[0] != "train" or not worker or any("cluster.ports" in argument for argument in arguments):
+        return []
+    low = 20000 + 1000 * int(worker)
+    return ["--set", f"cluster.ports=[{low}, {low + 999}]"]
+
+
 class Command:
     """One `segue` command, run in the folder `cwd`; a context manager that ends what is left of it."""
 
@@ -49,6 +58,7 @@ class Command:
         preexec: Callable[[], None] | None = None,
     ) -> None:
         self.arguments = [str(argument) for argument in arguments]
+        self.arguments += ports_of_this_worker(self.arguments)
         self.out: list[str] = []
         self.err: list[str] = []
         self._changed = threading.Condition()

@@ -81,8 +81,8 @@ def test_every_way_across_an_update(smoke: Path, tmp_path: Path, inflight: str) 
 
 def test_two_learner_ranks(smoke: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trained(smoke, run, "--set", "learner.ranks=2")
-    assert (run / "logs" / "learner-1.log").exists()
+    trained(smoke, run, "--set", "learner.ranks=2", "--set", "weightsync.bucket_bytes=16384")
+    assert "learner-1 sends its share of step 5" in (run / "logs" / "learner-1.log").read_text()
     again = segue("train", smoke, "--run", run, *FEWER, "--set", "steps=6", "--resume", "--serial")
     assert again.wait() == 0, again.tails()
     assert_whole(run, 6)

@@ -19,6 +19,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("search_qa", {"facts": ["cities"], "digits": 5, "operations": ["times", "plus"], "top": 3, "instructions": True}),
     ("latency", {"turns_min": 2, "turns_max": 7, "words_max": 20}),
     ("latency", {"turns_min": 3, "snapshots": False}),
+    ("price_list", {}),
+    ("price_list", {"asked": [2], "items": 12, "examples": 0}),
 ]
 
 

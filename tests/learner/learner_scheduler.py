@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,7 +142,10 @@ class Kept:
         self.go = asyncio.Event()
         self.closed = False
 
-    def publish(self, step: int, named: dict[str, torch.Tensor], probe: Probe | None = None) -> Manifest:
+    def share(self, named: Mapping[str, torch.Tensor]) -> set[str]:
+        return set(named)
+
+    def publish(self, step: int, named: Mapping[str, torch.Tensor], probe: Probe | None = None) -> Manifest:
         self.probes[step] = probe
         self.published[step] = {name: tensor.clone() for name, tensor in named.items()}
         return Manifest("full", "policy", 0, step, [], [], [], probe=probe)
@@ -154,6 +157,17 @@ class Kept:
 
     def close(self) -> None:
         self.closed = True
+
+
+class KeptElsewhere(Kept):
+    """The source of another rank: every second tensor is its share."""
+
+    def share(self, named: Mapping[str, torch.Tensor]) -> set[str]:
+        return set(list(named)[::2])
+
+    async def serve(self, address: str) -> None:
+        assert address == Kept.address
+        await asyncio.Event().wait()
 
 
 class Learner:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from learner_data import learner_config, random_batch
-from learner_scheduler import HandedOut, Kept
+from learner_scheduler import HandedOut, Kept, KeptElsewhere
 from transformers import AutoModelForCausalLM
 
 from learner.shell import LearnerShell
@@ -35,6 +35,15 @@ def check_probes(sender: Kept, folder: str) -> None:
         torch.testing.assert_close(torch.tensor(probe.logprobs), expected, atol=1e-4, rtol=0, msg=f"probe of step {step}")
 
 
+def check_share(source: Kept) -> None:
+    """A further source gets the values of its share, and of the rest what is needed to lay them out."""
+    assert len(source.published) > 1
+    for named in source.published.values():
+        share = source.share(named)
+        assert 0 < len(share) < len(named)
+        assert all(tensor.is_meta == (name not in share) for name, tensor in named.items())
+
+
 async def main(rank: int, world: int, port: int, model: str, run_dir: Path, plan: str) -> str:
     config = learner_config(steps=6, checkpoint={"every": 0}, learner={"lr": 0.01, "pack_tokens": 64, "ranks": world})
     stops: list[asyncio.Task[None]] = []
@@ -51,7 +60,7 @@ async def main(rank: int, world: int, port: int, model: str, run_dir: Path, plan
     scheduler.trained = 99 if rank else 0  # nobody reports to the other ranks' scheduler
     metrics = Metrics("learner", str(rank), envs=["latency"])
     clock = StateClock(STATES["learner"], asyncio.get_running_loop().time)
-    sender = Kept() if rank == 0 else None
+    sender = Kept() if rank == 0 else KeptElsewhere()
     shell = LearnerShell(
         config, run_dir, rank, world, model, sender, metrics, clock, rendezvous=f"127.0.0.1:{port}" if world > 1 else ""
     )
@@ -59,8 +68,11 @@ async def main(rank: int, world: int, port: int, model: str, run_dir: Path, plan
     await shell.start()
     await shell.run()
     await shell.stop()
-    if sender is not None:
+    assert sender.closed
+    if rank == 0:
         check_probes(sender, model)
+    else:
+        check_share(sender)
     return f"version {shell.version}"
 
 

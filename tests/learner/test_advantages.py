@@ -27,6 +27,7 @@ def test_example_2(estimator: Estimator, expected: list[float]) -> None:
 
 
 def test_seed_001() -> None:
+    np.testing.assert_allclose(group_advantages([1.0, 0.5, 0.5], [0, 1, 1], "reinforce").values, [1.0, 0.5, 0.5])
     np.testing.assert_allclose(group_advantages([1, 0, 0.65], [0, 0, 0], "dr_grpo").values, [0.45, -0.55, 0.10], atol=1e-9)
 
 

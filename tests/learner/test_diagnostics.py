@@ -12,6 +12,7 @@ from learner.diagnostics import (
     Lengths,
     TokenRecord,
     age_diagnostics,
+    context_diagnostics,
     effective_sample_size,
     length_diagnostics,
     mean_info,
@@ -162,6 +163,12 @@ def test_lengths_generated_against_trained() -> None:
     assert stats["trajectories"] == 4 and stats["trajectories_trained"] == 2
     assert stats["trajectories_kept_fraction"] == pytest.approx(2 / 3)
     assert stats["trajectories_multi_version"] == 1
+
+
+def test_contexts_are_described_by_prompt_and_moments_of_the_rest() -> None:
+    stats = context_diagnostics(np.array([3, 5]), np.array([13, 35]))
+    assert stats == {"prompt_tokens": 4.0, "after_prompt_tokens": 20.0, "after_prompt_tokens_squared": 500.0}
+    assert set(context_diagnostics(np.zeros(0, int), np.zeros(0, int)).values()) == {0.0}
 
 
 def test_over_age_masking_shows_in_the_length_ratio_on_a_heavy_tail() -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from learner_data import tiny_llama
 
-from learner.model import full_tensors, load_model, shard
+from learner.model import full_tensors, load_model, meta_tensors, shard
 from learner.packing import pack
 from learner.world import alone, leave_world
 from segue.errors import UserError
+from weightsync.manifest import layout
 
 
 def test_a_saved_model_loads_and_computes_the_same(tmp_path: Path) -> None:
@@ -62,10 +63,24 @@ def test_full_tensors_have_hugging_face_names_and_tied_ones_are_one_tensor(tmp_p
     lm = tiny_llama(tied=tied)
     lm.save_pretrained(tmp_path / "m")
     model = load_model(tmp_path / "m")
-    tensors = full_tensors(model, keep=True)
+    tensors = full_tensors(model, meta_tensors(model))
     assert set(tensors) == set(lm.state_dict())
     assert (tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"]) is tied
-    assert full_tensors(model, keep=False) == {}
+    assert full_tensors(model, ()) == {}
+    assert set(full_tensors(model, ["lm_head.weight"])) == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_meta_tensors_are_laid_out_as_the_full_ones(tmp_path: Path, tied: bool) -> None:
+    """Every rank can say which tensors are in whose bucket without gathering any."""
+    tiny_llama(tied=tied).save_pretrained(tmp_path / "m")
+    model = load_model(tmp_path / "m")
+    metas = meta_tensors(model)
+    assert all(tensor.is_meta for tensor in metas.values())
+    full = full_tensors(model, metas)
+    assert list(full) == list(metas)
+    head = ("model.embed_tokens.weight", "lm_head.weight")
+    assert layout(metas) == layout(full) == layout(metas | {name: full[name] for name in head})
 
 
 def test_bfloat16_on_one_rank_keeps_float32_weights(tmp_path: Path) -> None:
@@ -83,7 +98,7 @@ def test_bfloat16_on_one_rank_keeps_float32_weights(tmp_path: Path) -> None:
         assert 0 < float((got - want).detach().abs().max()) < 0.1
         assert all(p.dtype == torch.float32 and p.grad is not None for p in rounded.parameters())
         rounded.reshard()
-        for name, tensor in full_tensors(rounded, keep=True).items():
+        for name, tensor in full_tensors(rounded, meta_tensors(rounded)).items():
             assert torch.equal(tensor, lm.state_dict()[name]), name
     finally:
         leave_world()

@@ -13,7 +13,7 @@ import torch
 from learner_data import learner_config, prepare_batch, random_batch
 from torch.distributed.tensor import DTensor
 
-from learner.model import POLICY, full_tensors, load_model, shard
+from learner.model import POLICY, full_tensors, load_model, meta_tensors, shard
 from learner.trainer import Trainer
 from learner.world import join_world, leave_world
 
@@ -40,7 +40,7 @@ def train(rank: int, world: int, model_path: str, section: dict[str, object]) ->
         prepared = prepare_batch(random_batch(seed=step, groups=8, size=3, step=step), config, rank, world)
         rows.append([[sum(m.row.lengths) for m in micros] for micros in prepared.minibatches])
         stats.append(trainer.train(prepared, version=step).stats)
-    weights = full_tensors(model, keep=True)
+    weights = full_tensors(model, meta_tensors(model))
     return {"gradients": gradients, "weights": weights, "stats": stats, "rows": rows}
 
 

@@ -446,6 +446,24 @@ class EngineContract:
         assert admission.block == known % harness.block
         assert admission.lost == ""
 
+    async def test_turns_compute_next_to_nothing_twice(self, harness: Harness) -> None:
+        """F88: turns only, no updates, nothing shared: what is computed is what no full block of an earlier turn holds."""
+        engine = await harness.engine(slots=4)
+        contexts = {episode: prompt(180 + episode, 20 + 9 * episode) for episode in range(4)}
+        held = dict.fromkeys(contexts, 0)
+        computed = necessary = 0
+        for turn in range(4):
+            requests = [ask(c, episode=e, seed=e + turn, max_tokens=5 + 3 * e) for e, c in contexts.items()]
+            for request, got in zip(requests, await asyncio.gather(*[run(engine, r) for r in requests]), strict=True):
+                episode = request.episode
+                computed += sum(a.prefilled for a in got.admissions)
+                necessary += len(request.tokens) - 1 - held[episode] // harness.block * harness.block
+                whole = request.tokens + got.tokens
+                held[episode] = len(whole) - 1  # the last token was never fed
+                contexts[episode] = whole + prompt(190 + turn, 6)
+        assert 1.0 <= computed / necessary <= 1.02
+        assert engine.counts().prefill_tokens == computed
+
     async def test_group_members_share_their_prompt(self, harness: Harness) -> None:
         engine = await harness.engine()
         context = prompt(103, 65)

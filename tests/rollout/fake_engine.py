@@ -120,6 +120,19 @@ class FakeEngine:
             raise self.fail_load
         self.version = version
 
+    async def load_arriving(self, weights: Any) -> None:
+        """One bucket after the other; what is in it after a failure is a mixture."""
+        assert self._paused, "loaded while running"
+        if isinstance(self.fail_load, ValueError):
+            raise self.fail_load
+        async for number in weights.buckets():
+            await asyncio.sleep(self.load_seconds)
+            self.control.append(f"bucket {number} of {weights.version}")
+            if self.fail_load is not None:
+                raise EngineDead(str(self.fail_load))
+            weights.in_it = number + 1
+        self.version = weights.version
+
     async def score(self, tokens: list[int]) -> list[float]:
         assert self._paused and self.version != NO_VERSION, "scored while running"
         self.scored.append(self.version)
@@ -253,8 +266,31 @@ class Staged:
         return {}
 
 
+class Arriving:
+    """Buckets that come one by one, `seconds` in all; `error` comes in the place of bucket number `fails_at`."""
+
+    def __init__(self, staged: Staged, seconds: float, error: Exception | None, fails_at: int) -> None:
+        self.version, self.manifest = staged.version, staged.manifest
+        self.in_it = 0
+        self.closed = False
+        self._seconds, self._error, self._fails_at = seconds, error, fails_at
+
+    async def buckets(self) -> AsyncIterator[int]:
+        for number in range(4):
+            await asyncio.sleep(self._seconds / 4)
+            if self._error is not None and number == self._fails_at:
+                raise EngineDead(f"half loaded: {self._error}") if self.in_it else self._error
+            yield number
+
+    def close(self) -> None:
+        self.closed = True
+
+
 class FakeReceiver:
-    """Stages `seconds` long, or fails as told."""
+    """Stages `seconds` long, or fails as told; or hands over bucket by bucket what arrives in that time."""
+
+    fails_at = 0
+    arriving: Arriving
 
     def __init__(self, seconds: float = 0.5) -> None:
         self.seconds = seconds
@@ -274,6 +310,11 @@ class FakeReceiver:
             raise self.error
         self.staged.append((transfer.version, rank))
         return Staged(transfer.version, self.gap)
+
+    async def open(self, transfer: Transfer, rank: int) -> Any:
+        self.staged.append((transfer.version, rank))
+        self.arriving = Arriving(Staged(transfer.version, self.gap), self.seconds, self.error, self.fails_at)
+        return self.arriving
 
     def close(self) -> None:
         self.closed = True

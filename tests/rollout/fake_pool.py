@@ -63,6 +63,7 @@ class FakePool:
     ) -> None:
         self.name, self.latency, self.resume = name, latency, resume
         self.snapshot_every = snapshot_every if resume is Resume.SNAPSHOT else 0
+        self.make: Callable[[Task], Talk] = Talk
         self.service = Service()
         self.service.add(ENV_SUBMIT, self._submit)
         self.nodes: dict[str, Peer] = {}
@@ -107,7 +108,7 @@ class FakePool:
 
     def _create(self, request: Create) -> EnvReply:
         key = (request.episode, request.attempt)
-        talk = self.instances[key] = Talk(request.task)
+        talk = self.instances[key] = self.make(request.task)
         observation = talk.reset()
         if request.restore is not None:
             if self.resume is Resume.PINNED and request.restore.replay:

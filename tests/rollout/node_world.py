@@ -107,7 +107,7 @@ def config(**sections: dict[str, Any]) -> Config:
 class Node:
     """One shell with its own engine, receiver and metrics."""
 
-    def __init__(self, name: str, config: Config, engine: Any, receiver: FakeReceiver, session: int = 1) -> None:
+    def __init__(self, name: str, config: Config, engine: Any, receiver: Any, session: int = 1) -> None:
         self.name, self.engine, self.receiver = name, engine, receiver
         self.metrics = Metrics("rollout", "0", envs=("talk",))
         self.sync_metrics = Metrics("weightsync", "rollout-0")
@@ -153,7 +153,7 @@ class World:
             await self.add_node(f"rollout-{i}")
         return self
 
-    async def add_node(self, name: str, session: int = 1, engine: Any = None, receiver: FakeReceiver | None = None) -> Node:
+    async def add_node(self, name: str, session: int = 1, engine: Any = None, receiver: Any = None) -> Node:
         """Start a node and give it the newest weights."""
         engine = engine or FakeEngine(self._policy, renderer().text, step=self._step)
         node = Node(name, self.config, engine, receiver or FakeReceiver(), session)

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 import torch
+from engine_books import Books
 from engine_contract import EngineContract
 from engine_models import Staged, named, save, tiny
+from engine_updates import ManyUpdates
 
 from rollout.embedded import EmbeddedEngine
 from segue.clock import ThreadCompute
@@ -38,21 +40,40 @@ class BreakableCompute(ThreadCompute):
         return await super().run(work, cost)
 
 
+class Filled:
+    """Counts the positions that a started engine's model really fills, and those that a plan says are there."""
+
+    def __init__(self, engine: Any) -> None:
+        self.books = Books(engine)
+        self.computed = self.found = 0
+        self._prefill, self._admit = engine._runner.prefill, engine._policy.admit
+        engine._runner.prefill, engine._policy.admit = self._fill, self._plan
+
+    def _fill(self, parts: list[tuple[int, int, list[int]]]) -> None:
+        self.computed += sum(len(tokens) for _, _, tokens in parts)
+        self._prefill(parts)
+
+    def _plan(self, *args: Any) -> Any:
+        plan = self._admit(*args)
+        self.found += sum(placement.cached for placement in plan.placements)
+        return plan
+
+
 class EmbeddedHarness:
     block = 1
 
     def __init__(self, folders: dict[bool, str]) -> None:
         self._folders = folders
         self._epoch = 0
-        self._engines: list[tuple[EmbeddedEngine, BreakableCompute]] = []
+        self._engines: list[tuple[EmbeddedEngine, BreakableCompute, Filled]] = []
 
     async def engine(self, *, slots: int = 4, tied: bool = False, version: int | None = 0) -> Engine:
         compute = BreakableCompute("engine")
         engine = EmbeddedEngine(
             self._folders[tied], slots=slots, max_tokens=160, dtype="float32", device="cpu", compute=compute, chunk_tokens=1
         )
-        self._engines.append((engine, compute))
         await engine.start()
+        self._engines.append((engine, compute, Filled(engine)))
         if version is not None:
             epoch = self.epoch()
             await engine.pause(PauseMode.ABORT, epoch)
@@ -90,12 +111,17 @@ class EmbeddedHarness:
         ]
 
     async def break_down(self, engine: Engine) -> None:
-        next(compute for other, compute in self._engines if other is engine).broken = True
+        next(compute for other, compute, _ in self._engines if other is engine).broken = True
 
     async def close(self) -> None:
-        for engine, compute in self._engines:
-            await engine.stop()
-            compute.close()
+        for engine, compute, filled in self._engines:
+            try:
+                if filled.books.used and not engine.dead:
+                    await engine.pause(PauseMode.ABORT, self.epoch())
+                    filled.books.balance(filled.computed, filled.found)
+            finally:
+                await engine.stop()
+                compute.close()
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +132,7 @@ def contract_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, str
     return {tied: save(model_of(0, tied), folder(tied)) for tied in (False, True)}
 
 
-class TestEmbedded(EngineContract):
+class TestEmbedded(EngineContract, ManyUpdates):
     @pytest.fixture
     async def harness(self, contract_folders: dict[bool, str]) -> AsyncIterator[EmbeddedHarness]:
         harness = EmbeddedHarness(contract_folders)

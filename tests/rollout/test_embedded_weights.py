@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from engine_models import Staged, named, tiny
@@ -31,6 +32,15 @@ def test_tied_embeddings_come_under_either_name_or_both(aliases: bool, dropped: 
         del tensors[dropped]
     put(bind(old, Staged(1, tensors)))
     assert old.lm_head.weight is old.model.embed_tokens.weight
+    assert ids(old) == ids(new)
+
+
+def test_a_tied_name_that_the_manifest_calls_an_alias_is_no_stranger() -> None:
+    """As the learner publishes tied weights: one tensor in the manifest, both names in what arrived."""
+    old, new = (tiny(seed, tie_word_embeddings=True) for seed in (1, 2))
+    once = Staged(1, named(new)).manifest
+    manifest = msgspec.structs.replace(once, aliases={"lm_head.weight": "model.embed_tokens.weight"})
+    put(bind(old, Staged(1, named(new, aliases=True), manifest)))
     assert ids(old) == ids(new)
 
 

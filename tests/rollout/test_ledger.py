@@ -182,10 +182,34 @@ def test_an_engine_that_cannot_say_why(lineage: int, cause: str) -> None:
     assert kv.admit(Admission(7, 0, 7)) == {cause: 6, "turn": 1}
 
 
-def test_seconds_follow_the_measured_prefill_speed() -> None:
+def counted(tokens: int, seconds: float, unclaimed: int = 0) -> EngineCounts:
+    return EngineCounts(tokens, 0, 0, seconds, 0.0, seconds, 0, 0, 0, 0, unclaimed_tokens=unclaimed)
+
+
+def test_seconds_are_charged_at_the_speed_of_their_time() -> None:
+    """The prompt at 0.5 s a token, the recomputation at a tenth of that; never less than before, and the engine's in all."""
     ledger = Ledger()
     kv = ledger.lease()
     kv.request(5, 5, lineage=1)
     kv.admit(Admission(4, 0, 4))
-    counts = EngineCounts(8, 0, 0, 2.0, 0.0, 2.0, 0, 0, 0, 0)
-    assert ledger.seconds(counts) == {cause: 1.0 if cause == "first" else 0.0 for cause in PREFILL_CAUSES}
+    ledger.settle(counted(4, 2.0))
+    assert ledger.seconds == {cause: 2.0 if cause == "first" else 0.0 for cause in PREFILL_CAUSES}
+    kv.sampled(3)
+    kv.request(12, 5, lineage=2)
+    ledger.settle(counted(19, 2.75))
+    assert sum(ledger.seconds.values()) == 2.0, "whose chunk has not come yet: it is charged with it"
+    kv.admit(Admission(11, 0, 11, "weight_update"))
+    ledger.settle(counted(19, 2.75))
+    assert +Counter(ledger.seconds) == pytest.approx({"first": 2.0, "weight_update": 0.35, "turn": 0.2})
+    kv.sampled(1)
+    kv.admit(Admission(4, 0, 4, "preemption"))
+    ledger.settle(counted(19, 2.75))
+    assert sum(ledger.seconds.values()) == pytest.approx(2.75)
+
+
+def test_what_was_computed_for_nobody_is_a_preempted_requests() -> None:
+    ledger = Ledger()
+    for _ in range(2):
+        ledger.settle(counted(7, 0.7, unclaimed=7))
+    assert +ledger.prefilled == {"preemption": 7} and ledger.total == 7
+    assert ledger.seconds["preemption"] == pytest.approx(0.7)

@@ -54,27 +54,32 @@ async def start(w: World, folder: str, **options: Any) -> Node:
     return await w.add_node("rollout-0", engine=engine, receiver=Receiver(0.1))
 
 
+@pytest.mark.parametrize("updates", [5, pytest.param(50, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mode", ["recompute", "keep", "turn", "episode"])
-def test_every_token_has_the_log_probability_of_the_weights_it_names(mode: str, folder: str) -> None:
+def test_every_token_has_the_log_probability_of_the_weights_it_names(mode: str, updates: int, folder: str) -> None:
     """More episodes than slots, updates in the middle: F01, F16, F26, F41, and the ledger's sum, on a real engine."""
 
     async def main() -> None:
-        cfg = config(update={"inflight": mode}, rollout={"max_tokens": 200, "max_turn_tokens": 12})
+        budgets = {"max_tokens": 200, "max_turn_tokens": 12, "max_episodes": 200}
+        cfg = config(update={"inflight": mode}, rollout=budgets, envpool={"instances": 256})
         async with World(cfg, nodes=0) as w:
             node = await start(w, folder)
-            for episode in range(EPISODES):
-                await w.lease(episode, task=Task(f"t{episode // 2}", "talk", episode // 2, {"turns": 4}), group=episode // 2)
-            for _ in range(4):
+            episodes = 0
+            for _ in range(updates):
+                for episode in range(episodes, episodes + 2 + 6 * (not episodes)):
+                    await w.lease(episode, task=Task(f"t{episode // 2}", "talk", episode // 2, {"turns": 4}), group=episode // 2)
+                    episodes += 1
                 await asyncio.sleep(0.25)
                 assert isinstance(await w.update(drain_seconds=0.2), Loaded)
-            several = 0
-            for episode in range(EPISODES):
+            several = logged = 0
+            for episode in range(episodes):
                 record = await w.scheduler.finished(episode)
                 log = record.log()
                 log.validate()
                 tokens, sampled = log.tokens.tolist(), log.mask == 1
                 versions = sorted(set(log.versions[sampled].tolist()))
                 several += len(versions) > 1
+                logged += int(sampled.sum())
                 if mode == "keep" and len(versions) > 1:
                     continue  # what kept KV does to later tokens is the engine contract's matter
                 for version in versions:
@@ -82,7 +87,8 @@ def test_every_token_has_the_log_probability_of_the_weights_it_names(mode: str, 
                     for at in (sampled & (log.versions == version)).nonzero()[0]:
                         assert log.logprobs[at] == pytest.approx(expected[at - 1], abs=2e-4), (episode, at)
             assert several > 0 or mode == "episode"
-            assert node.sync_metrics.value("segue_weight_sync_seconds", phase="probe") == 5
+            assert logged == node.engine.counts().decode_tokens, "every token that was sampled is in a log"
+            assert node.sync_metrics.value("segue_weight_sync_seconds", phase="probe") == updates + 1
             assert 0.0 < node.metrics.value("segue_weight_probe_gap_max_nats") < 1e-4
             counts = node.shell.counts()
             causes = {cause: n for cause, n in node.shell._ledger.prefilled.items() if n}
@@ -91,7 +97,7 @@ def test_every_token_has_the_log_probability_of_the_weights_it_names(mode: str, 
             assert causes["first"] > 0 and causes["turn"] > 0 and causes["eviction"] > 0
             assert (causes.get("weight_update", 0) > 0) == (mode != "keep"), causes
             assert w.scheduler.events.count(Paused(0, 1, "update")) == w.scheduler.events.count(Resumed(0, 1))
-            seconds = node.shell._ledger.seconds(node.engine.counts())
+            seconds = node.shell._ledger.seconds
             assert sum(seconds.values()) == pytest.approx(node.engine.counts().prefill_seconds)
 
     run(main())
@@ -104,7 +110,7 @@ def test_an_interrupted_episode_samples_what_it_would_have(folder: str) -> None:
         async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12}), nodes=0) as w:
             node = await start(w, folder, slots=4)
             weights, probe = named(model_of(1)), probe_of(model_of(1), PROBE)
-            node.receiver.stage = lambda transfer, rank: asyncio.sleep(0, Staged(transfer.version, weights, probe=probe))  # type: ignore[method-assign]
+            node.receiver.stage = lambda transfer, rank: asyncio.sleep(0, Staged(transfer.version, weights, probe=probe))
             for episode in range(4):
                 await w.lease(episode, task=Task(f"t{episode}", "talk", episode, {"turns": 3}), group=episode)
             for _ in range(updates):
@@ -119,6 +125,41 @@ def test_an_interrupted_episode_samples_what_it_would_have(folder: str) -> None:
             return found
 
     assert run(main(6)) == run(main(0))
+
+
+def test_updates_may_cross_each_its_own_way(folder: str) -> None:
+    """As under `update.policy = "budget"`: kept KV is read on by those who have it, until an update drops it; stamps are true."""
+
+    async def main() -> None:
+        ways = ["recompute", "keep", "keep", "recompute", "turn", "keep", "recompute"]
+        async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12, "max_turns": 8}), nodes=0) as w:
+            node = await start(w, folder, slots=8, chunk_tokens=1, decode_cost=0.03, prefill_cost_per_token=1e-5)
+            for episode in range(EPISODES):
+                await w.lease(episode, task=Task(f"t{episode}", "talk", episode, {"turns": 8}), group=episode)
+            spent = []
+            for way in ways:
+                await asyncio.sleep(0.1)
+                assert isinstance(await w.update(inflight=way, drain_seconds=0.05), Loaded)
+                await asyncio.sleep(0.15)
+                spent.append(node.shell.counts()["prefill_weight_update"])
+            costs = [after - before for before, after in zip([0.0, *spent], spent, strict=False)]
+            assert all((cost > 0) == (way != "keep") for way, cost in zip(ways, costs, strict=True)), costs
+            kept = 0
+            for episode in range(EPISODES):
+                log = (await w.scheduler.finished(episode)).log()
+                log.validate()
+                tokens, sampled = log.tokens.tolist(), log.mask == 1
+                clean = sampled & (log.versions == log.kv_versions)
+                kept += int((sampled & ~clean).sum())
+                assert set(log.versions[sampled & ~clean].tolist()) <= {3, 4, 7}, "only what was sampled after a keep"
+                for version in sorted(set(log.versions[clean].tolist())):
+                    expected = reference_logprobs(model_of(version), tokens, 1)
+                    for at in (clean & (log.versions == version)).nonzero()[0]:
+                        assert log.logprobs[at] == pytest.approx(expected[at - 1], abs=2e-4), (episode, at)
+            assert kept > 0
+            assert node.shell._ledger.total == node.engine.counts().prefill_tokens
+
+    run(main())
 
 
 def test_dropped_requests_are_in_the_ledger_too(folder: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from engine_contract import EngineContract
+from engine_updates import ManyUpdates
 from vllm_harness import Cores, VllmHarness
 
 pytestmark = [
@@ -17,7 +18,7 @@ pytestmark = [
 ]
 
 
-class TestVllm(EngineContract):
+class TestVllm(EngineContract, ManyUpdates):
     @pytest_asyncio.fixture(loop_scope="session")
     async def harness(self, cores: Cores) -> AsyncIterator[VllmHarness]:
         harness = VllmHarness(cores)

@@ -11,19 +11,26 @@ from typing import Any
 import chat_tokenizers as made
 import msgspec
 import torch
+from engine_books import Books
 from engine_models import Staged, named, save, tiny
 
+from rollout.model_config import meta_model
 from rollout.vllm.build import engine_arguments
 from rollout.vllm.environment import set_environment
-from rollout.vllm.expected import meta_model, open_config
+from rollout.vllm.expected import open_config
+from rollout.vllm.record import Admitted
 from segue.ports.engine import Engine, PauseMode
 from segue.ports.weights import StagedWeights
 
 SLOTS, MAX_TOKENS = 4, 200
 KV_BYTES = 2 * 2 * 32 * 4
 """Of a token: keys and values, two layers, one head of 32, float32."""
+EXTENSION = "vllm_faults.FaultyExtension"
+"""The real one, and a switch."""
 SHORT_BLOCKS = 20
 """Blocks of the core with tied embeddings, those that scoring keeps included: two long contexts fit, four do not."""
+CHUNK = 64
+"""Tokens of a step of that core, so that longer contexts are filled in several."""
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 2,
@@ -75,7 +82,8 @@ class Cores:
                 dtype="float32",
                 device="cpu",
                 seed=0,
-                given={"kv_cache_memory_bytes": SHORT_BLOCKS * 32 * KV_BYTES} if tied else {},
+                worker_extension=EXTENSION,
+                given={"kv_cache_memory_bytes": SHORT_BLOCKS * 32 * KV_BYTES, "max_num_batched_tokens": CHUNK} if tied else {},
             )
             core = self._cores[tied] = Core(arguments)
             await core.start()
@@ -118,6 +126,29 @@ class Progress:
             await self._stepped.wait()
 
 
+class Records:
+    """What the scheduler inside vLLM wrote down for an engine, request by request. `engine` must have been started."""
+
+    def __init__(self, engine: Any, core: Any) -> None:
+        self.books = Books(engine)
+        self.admitted: list[Admitted] = []
+        self.refilled = 0
+        self._take = core.on_step
+        core.on_step = self._step
+
+    def _step(self, step: Any) -> None:
+        self.admitted += step.record.admitted
+        self.refilled += step.record.refilled_tokens
+        self._take(step)
+
+    def balance(self) -> None:
+        """vLLM is idle: what the scheduler gave each request is what the workers computed in all, and what got a cause."""
+        filled, cached = sum(a.prefilled for a in self.admitted), sum(a.cached for a in self.admitted)
+        self.books.balance(filled, cached)
+        again = [a.prefilled for a in self.admitted if a.again]
+        assert self.refilled >= sum(again) + len(again), "vLLM's own figure for preempted requests, before any was cut short"
+
+
 class VllmHarness:
     block = 32
 
@@ -125,6 +156,7 @@ class VllmHarness:
         self.cores = cores
         self._epoch = 0
         self._engines: list[tuple[Any, Any]] = []
+        self.records: dict[Any, Records] = {}
 
     async def engine(self, *, slots: int = SLOTS, tied: bool = False, version: int | None = 0, tokenizer: Any = None) -> Engine:
         from rollout.vllm.engine import VllmEngine
@@ -144,6 +176,7 @@ class VllmHarness:
         )
         self._engines.append((engine, core))
         await engine.start()
+        self.records[engine] = Records(engine, core)
         if version is not None:
             epoch = self.epoch()
             await engine.pause(PauseMode.ABORT, epoch)
@@ -186,5 +219,11 @@ class VllmHarness:
 
     async def close(self) -> None:
         for engine, core in self._engines:
-            await engine.stop()
-            await leave(core)
+            records = self.records[engine]
+            try:
+                if records.books.used and not engine.dead:
+                    await engine.pause(PauseMode.ABORT, self.epoch())
+                    records.balance()
+            finally:
+                await engine.stop()
+                await leave(core)

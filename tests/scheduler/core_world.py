@@ -81,6 +81,7 @@ class ModelNode:
         self.leases: dict[int, ModelLease] = {}
         self.update: tuple[int, Transfer] | None = None
         self.fenced = False
+        self.spent = (0.0, 0.0)
 
 
 class LogEntry:
@@ -379,6 +380,12 @@ class World:
     def heard(self, node: ModelNode) -> None:
         self.send(e.NodeHeard(node.name, node.session))
 
+    def spend(self, node: ModelNode, tokens: float, seconds: float) -> None:
+        """The node says that it computed so much more again because of updates."""
+        node.spent = node.spent[0] + tokens, node.spent[1] + seconds
+        self.heard(node)
+        self.send(e.NodeSpent(node.name, node.session, *node.spent))
+
     # --- what the learner does ------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
@@ -488,6 +495,7 @@ class World:
         assert core.tables.parks_ordered == sum(episode.parking for episode in table.live.values())
         self.check_admission()
         self.check_no_idle(waiting)
+        self.check_held()
 
     def check_admission(self) -> None:
         core = self.core
@@ -510,6 +518,16 @@ class World:
             if node.serving and node.has_room:
                 assert not any(episode.floor <= node.version for episode in waiting)
                 assert not core.admission.open(node)
+
+    def check_held(self) -> None:
+        """A version is held back only under a budget, and only while the nodes are less than η steps behind the learner's."""
+        core = self.core
+        if not core.updates.held:
+            return
+        running = [self.steps[node.version] for node in core.tables.nodes if node.version >= 0]
+        behind = self.steps.get(core.tables.versions.newest, self.trained) - min(running)
+        assert self.config.update.policy == "budget" and 0 < behind < self.config.staleness.max_age
+        assert not core._pressing(), "nobody waits for it"
 
     # --- fairness -------------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,12 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     if mode == "async":
         sections["staleness__max_age"] = age = draw(st.integers(0, 3))
         sections["data__prefetch"] = draw(st.integers(0, min(1, age)))
+        if age and draw(st.booleans()):
+            sections |= {
+                "update__policy": "budget",
+                "update__reprefill_window": 20.0,
+                "update__budget_inflight": ["turn", "keep"],
+            }
         sections["update__rolling"] = draw(st.sampled_from([0.3, 0.5, 1.0]))
     return sections
 
@@ -132,6 +138,14 @@ class Course(RuleBasedStateMachine):
             if heard:
                 self.world.heard(node)
         self.world.advance(min(seconds, 10.0) if heard else seconds)
+
+    @precondition(running)
+    @rule(share=st.floats(0.0, 1.0), seconds=st.integers(1, 5))
+    def contexts_are_computed_again(self, share: float, seconds: int) -> None:
+        for _ in range(seconds):
+            self.world.advance(1.0)
+            for node in list(self.world.nodes.values()):
+                self.world.spend(node, 10.0, share)
 
     @precondition(running)
     @rule()

@@ -92,6 +92,51 @@ def test_rolling_updates_a_share_at_a_time_so_that_generation_goes_on() -> None:
     assert sorted(name for names in seen for name in names) == sorted(world.nodes)
 
 
+def test_a_frozen_node_of_a_rolling_share_is_dropped_and_generation_never_stops_on_all() -> None:
+    world = world_of(4, update__rolling=0.5, update__deadline_seconds=10.0)
+    world.update_all()
+    world.drain(1)
+    world.publish()
+
+    def serving() -> list[str]:
+        return [node.name for node in world.core.tables.nodes if node.serving and node.update is None]
+
+    first = members(world)
+    frozen, loaded = first
+    world.sent()
+    world.load(world.nodes[loaded])
+    assert len(serving()) == 3 and frozen not in serving()
+    pass_time(world, 11)
+    assert [name for name, node in world.nodes.items() if node.fenced] == [frozen]
+    rest = members(world)
+    assert not set(rest) & set(first) and serving(), "the next share follows, and somebody serves meanwhile"
+    while world.sending is not None:
+        names = members(world)
+        assert serving()
+        world.sent()
+        for name in names:
+            world.load(world.nodes[name])
+    newest = world.core.tables.versions.newest
+    assert {node.version for name, node in world.nodes.items() if name != frozen} == {newest}
+
+
+def test_a_learner_rank_that_is_missing_from_a_transfer_costs_no_node() -> None:
+    """With several sources the sender names a dead or frozen one like a member: nobody is fenced, the same members try again."""
+    world = world_of(2)
+    world.update_all()
+    world.drain(1)
+    world.publish()
+    before = world.sending
+    assert before is not None
+    world.sent(ok=False, missing=["learner-1"])
+    assert not any(node.fenced for node in world.nodes.values())
+    world.rest(1.0)
+    after = world.sending
+    assert after is not None and after.members == before.members and after.group != before.group
+    world.settle_updates()
+    assert all(node.version == world.core.tables.versions.newest for node in world.nodes.values())
+
+
 def test_the_process_group_is_used_again_by_the_same_sessions_only() -> None:
     world = world_of(2)
     groups = []
@@ -113,6 +158,14 @@ def test_the_process_group_is_used_again_by_the_same_sessions_only() -> None:
     world.drain(1)
     world.publish()
     assert world.sending is not None and world.sending.group not in {group for group, _ in groups}
+
+
+def test_every_engine_rank_is_a_member_and_one_that_is_missing_is_its_node() -> None:
+    world = world_of(2, rollout__engine="vllm", rollout__engine_args={"tensor_parallel_size": 2})
+    world.publish()
+    assert members(world) == ["rollout-0/0", "rollout-0/1", "rollout-1/0", "rollout-1/1"]
+    world.sent(ok=False, missing=["rollout-1/0"])
+    assert fenced(world) == ["rollout-1"] and members(world) == ["rollout-0/0", "rollout-0/1"]
 
 
 def test_a_transfer_with_missing_members_is_repeated_by_the_survivors() -> None:

@@ -102,6 +102,10 @@ def sentence(*overrides: str) -> str:
         ),
         (["model.path=/models/x"], ["both model.path and a [warmstart] table", "leave one out"]),
         (["warmstart.heads=5"], ["warmstart.hidden_size = 192", "warmstart.heads = 5", "change one"]),
+        (
+            ["weightsync.staging=none", "update.inflight=turn", "update.drain_seconds=40"],
+            ["weightsync.staging = 'none'", "update.drain_seconds = 40", "weightsync.deadline_seconds = 30", "lower it"],
+        ),
         (["weightsync.backend=nccl"], ["weightsync.backend = 'nccl'", "learner.gpus and rollout.gpus", "backend = 'gloo'"]),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) and "=" in value[0] else "",

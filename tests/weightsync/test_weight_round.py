@@ -66,7 +66,9 @@ def test_a_member_that_refused_or_failed_itself_is_missing_and_one_that_lost_the
     state.hear(fault("n1", Fault.OWN, "out of memory"))
     state.hear(fault("n2", Fault.REFUSED, "no such tensor"))
     assert state.troubled and state.missing() == ["n1", "n2"]
-    assert state.reason() == "n1 failed: out of memory; n2 refused the manifest: no such tensor"
+    assert state.reason() == (
+        "n1 failed: out of memory; n2 refused the manifest: no such tensor: start learner and nodes from one model folder"
+    )
 
 
 def test_consequences_are_told_only_without_a_cause() -> None:
@@ -93,7 +95,7 @@ def test_damage_is_found_per_member_and_bucket_and_misses_nobody() -> None:
         state.hear(received(name, 1, second))
     state.compare([1, 2])
     assert not state.ok and state.missing() == []
-    assert state.reason() == "bucket 1 arrived damaged at n1 (its CRC-32 differs)"
+    assert state.reason() == "bucket 1 arrived damaged at n1 (its checksum differs)"
 
 
 def test_checksums_that_do_not_come_are_damage() -> None:

@@ -14,7 +14,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 def value_of(shelf: Shelf, step: int) -> float:
     with shelf.pinned(step) as kept:
         assert kept is not None
-        return float(unpack(kept.manifest, kept.buckets)["a"][0])
+        return float(unpack(kept.manifest, [kept.bucket(number) for number in kept.mine])["a"][0])
 
 
 def test_the_newest_two_are_kept() -> None:
@@ -48,7 +48,7 @@ def test_what_is_being_sent_stays_unchanged_while_newer_ones_arrive() -> None:
         before = kept.checksums()
         for step in range(1, 6):
             shelf.put(step, weights(step))
-        assert [checksum(bucket) for bucket in kept.buckets] == before
+        assert [checksum(kept.bucket(number)) for number in kept.mine] == before
     assert shelf.steps() == [4, 5] and value_of(shelf, 5) == 5.0
 
 
@@ -64,7 +64,7 @@ def test_buffers_are_used_again_once_nobody_reads_them() -> None:
     addresses = []
     for step in range(5):
         kept = shelf.put(step, weights(step))
-        addresses.append(kept.buckets[0].data_ptr())
+        addresses.append(kept.bucket(0).data_ptr())
         shelf.sent(kept)
     assert len(set(addresses)) == 2  # the version that is kept, and the one that is being written
     assert value_of(shelf, 4) == 4.0
@@ -84,4 +84,4 @@ def test_the_manifest_says_what_is_sent(dtype: torch.dtype | None) -> None:
     kept = Shelf("policy", 128, dtype).put(11, weights(1))
     assert kept.manifest.model == "policy" and kept.manifest.step == 11 and kept.manifest.what == "full"
     assert {spec.dtype for spec in kept.manifest.tensors} == {"float32" if dtype is None else "bfloat16"}
-    assert kept.nbytes == sum(bucket.numel() for bucket in kept.buckets)
+    assert kept.nbytes == sum(kept.bucket(number).numel() for number in kept.mine)

@@ -1,6 +1,7 @@
 """Transfers over real gloo groups, sender and receivers in one process (each receiver on connections and a thread of its own)."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator, Callable
 
@@ -203,6 +204,20 @@ async def test_staged_weights_outlive_later_transfers(fleet: Fleet) -> None:
         assert_weights(end, step)
 
 
+async def test_what_nobody_holds_any_more_is_written_again(fleet: Fleet) -> None:
+    """Nobody means the engine, the receiver and its threads: a copy that stays behind would be a second model in memory."""
+    receiver = fleet.add("n0")
+    arena = receiver._means.landing.arena
+    for step in range(2):
+        fleet.sender.publish(step, weights(step))
+        result, ends = await fleet.run(["n0"], number=step, step=step)
+        assert arena.spare_bytes() == 0
+        ends.clear()
+        await asyncio.sleep(0)  # asyncio holds what it woke this test with until it waits again
+        gc.collect()
+        assert arena.spare_bytes() == result.bytes
+
+
 async def test_a_joining_node_is_served_the_newest_alone_and_then_joins_a_new_group(fleet: Fleet) -> None:
     fleet.add("n0")
     fleet.sender.publish(0, weights(0))
@@ -278,7 +293,7 @@ async def test_a_damaged_bucket_is_found_and_nobody_gets_it(fleet: Fleet) -> Non
     with fleet.sender.shelf.pinned(0) as kept:
         assert kept is not None
         kept.checksums()  # of the bytes as published
-        kept.buckets[2][5] ^= 1
+        kept.bucket(2)[5] ^= 1
     result, ends = await fleet.run(["n0", "n1"], number=0, step=0)
     assert not result.ok and result.missing == []
     assert "bucket 2 arrived damaged at n0" in result.reason and "bucket 2 arrived damaged at n1" in result.reason

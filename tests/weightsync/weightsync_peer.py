@@ -1,7 +1,9 @@
-"""A process of its own, for the tests that kill or freeze one: receivers, or a sender, driven by JSON lines on stdin.
+"""A process of its own, for the tests that kill or freeze one: receivers, a sender, or a further source, driven by JSON lines on
+stdin. What a line means is up to the role:
 
-    {"do": "receive", "transfer": {…}, "members": ["n1"], "halt": true}
-    {"do": "send", "transfer": {…}, "halt": true}
+    {"transfer": {…}, "members": ["n1"], "halt": true}    receiver: take part for these members
+    {"transfer": {…}, "halt": true}                       sender: send step 0
+    {"address": "host:port", "layers": 6, "halt": true}   source: obey the sender there, with the newest step published
 
 "halt" stops that side for ever in the middle of the buckets; the line "halted" says that it is there. The other answers are
 "ready" (with the sender's address), "staged" (what, and whether every bit is right) and "failed" (with the sentence). The process
@@ -19,7 +21,7 @@ from typing import Any
 
 import msgspec
 import torch
-from weightsync_support import make_receiver, make_sender, weights
+from weightsync_support import make_receiver, make_sender, make_source, publish_share, weights
 
 import weightsync.group
 from segue.ports.scheduler import Transfer
@@ -73,14 +75,23 @@ async def main() -> None:
     receivers: dict[str, TorchReceiver] = {}
     tasks: list[asyncio.Future[None]] = []
     sender = make_sender() if sys.argv[1] == "sender" else None
+    source = make_source() if sys.argv[1] == "source" else None
+    step = 0
     if sender is not None:
         sender.publish(0, weights(0))
     say(what="ready", address=sender.address if sender is not None else "")
     while line := await reader.readline():
         order = json.loads(line)
-        transfer = msgspec.convert(order["transfer"], Transfer)
         if order.get("halt"):
             halt_in_the_middle()
+        if source is not None:
+            publish_share(source, step, order.get("layers", 6))
+            say(what="published", step=step)
+            if step == 0:
+                tasks.append(asyncio.ensure_future(source.serve(order["address"])))
+            step += 1
+            continue
+        transfer = msgspec.convert(order["transfer"], Transfer)
         if sender is not None:
             tasks.append(asyncio.ensure_future(send(sender, transfer)))
             continue

@@ -14,6 +14,7 @@ from weightsync.gauges import PRECEDENCE
 from weightsync.manifest import Layout
 from weightsync.receiver import TorchReceiver
 from weightsync.sender import TorchSender
+from weightsync.source import TorchSource
 from weightsync.staged import Staged
 
 HOST = "127.0.0.1"
@@ -57,11 +58,37 @@ def assert_weights(staged: Staged, step: int) -> None:
     assert staged.manifest.step == step
 
 
-def make_sender(gauged: Gauged | None = None, roll_call_seconds: float = 5.0) -> TorchSender:
+SOURCES = ("learner-0", "learner-1")
+
+
+def make_sender(
+    gauged: Gauged | None = None, roll_call_seconds: float = 5.0, sources: tuple[str, ...] = SOURCES[:1]
+) -> TorchSender:
     gauged = gauged or Gauged()
     return TorchSender(
-        "policy", "gloo", BUCKET_BYTES, HOST, PORTS, gauged.metrics, gauged.clock, roll_call_seconds=roll_call_seconds
+        "policy",
+        "gloo",
+        BUCKET_BYTES,
+        HOST,
+        PORTS,
+        gauged.metrics,
+        gauged.clock,
+        roll_call_seconds=roll_call_seconds,
+        sources=sources,
     )
+
+
+def make_source(number: int = 1, sources: tuple[str, ...] = SOURCES, gauged: Gauged | None = None) -> TorchSource:
+    gauged = gauged or Gauged()
+    return TorchSource("policy", "gloo", BUCKET_BYTES, HOST, gauged.metrics, gauged.clock, sources=sources, number=number)
+
+
+def publish_share(source: TorchSender | TorchSource, step: int, layers: int = 6) -> None:
+    """Publish a step as a learner rank does that has gathered its own share alone: the rest has no values."""
+    real = weights(step, layers)
+    metas: dict[int, torch.Tensor] = {id(tensor): tensor.to("meta") for tensor in real.values()}  # tied ones stay tied
+    named = {name: metas[id(tensor)] for name, tensor in real.items()}
+    source.publish(step, named | {name: real[name] for name in source.share(named)})
 
 
 def make_receiver(name: str, gauged: Gauged | None = None, expected: Layout | None = None) -> TorchReceiver:
