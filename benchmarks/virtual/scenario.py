@@ -227,7 +227,10 @@ def _config(scenario: Scenario, where: str) -> Config:
         if isinstance(loops, int):
             pool["instances"] = _SLOTS_PER_WORKER
             pool["workers"] = -(-loops // (pool.get("pools", 1) * _SLOTS_PER_WORKER)) + 1  # one to spare while episodes close
-    return resolve(data, f"{where} [config]")
+    config = resolve(data, f"{where} [config]")
+    if config.weightsync.staging == "none":
+        raise UserError(f"{where} sets config.weightsync.staging = 'none', which is not modelled: leave it out.")
+    return config
 
 
 def _read_values(path: Path, what: str) -> tuple[float, ...]:

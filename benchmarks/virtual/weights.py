@@ -16,6 +16,10 @@ from segue.clock import now
 from segue.ports.scheduler import Transfer, TransferResult
 
 
+_REMEMBERED = 64
+"""Ended transfers whose reason is remembered: late members belong to the newest few."""
+
+
 class ModelledProbe(msgspec.Struct, frozen=True):
     """`segue.ports.weights.Probe`: what every modelled engine says too."""
 
@@ -90,6 +94,8 @@ class Hub:
     def _conclude(self, transfer: Transfer, meeting: _Meeting, missing: list[str], reason: str, seconds: float) -> TransferResult:
         del self._meetings[transfer.transfer]
         self._over[transfer.transfer] = reason or "the transfer is over"
+        while len(self._over) > _REMEMBERED:
+            del self._over[next(iter(self._over))]
         staged = Staged(transfer.version, ModelledManifest(transfer.step, self._probe))
         for seat in meeting.seats.values():
             if not seat.done():

@@ -158,6 +158,28 @@ def test_two_runs_of_one_seed_agree_to_the_last_bit_and_another_seed_does_not() 
     assert msgspec.json.encode(play(small(config={"seed": 1})).lines) != msgspec.json.encode(first.lines)
 
 
+def test_ten_times_the_steps_leave_no_more_behind(tmp_path: Path) -> None:
+    def left(steps: int) -> dict[str, int]:
+        async def work() -> VirtualCluster:
+            cluster = VirtualCluster(small(config={"steps": steps, "checkpoint": {"every": 1}}), tmp_path / str(steps), set())
+            await cluster.run()
+            return cluster
+
+        with asyncio.Runner(loop_factory=LogicalLoop) as runner:
+            cluster = runner.run(work())
+        core = cluster.roles["scheduler-0"].core  # type: ignore[attr-defined]
+        engines = cluster.engines.values()
+        return {
+            "episodes": len(core.tables.episodes.live),
+            "batches": len(core.batches.kept),
+            "requests": sum(len(engine._known) + len(engine._turns) for engine in engines),
+            "kv": sum(engine._kv.idle for engine in engines),
+            "prompts": sum(len(engine._kv._prompts) for engine in engines),
+        }
+
+    assert set(left(30).values()) == set(left(3).values()) == {0}
+
+
 def test_a_small_kv_cache_evicts_and_preempts_and_the_ledger_still_balances() -> None:
     tight = {"max_tokens": 600, "slots": 8, "nodes": 1}
     ran = play(small(engine={"kv_tokens": 620}, config={"rollout": tight, "learner": {"mask_outcomes": []}}))
