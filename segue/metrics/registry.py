@@ -107,7 +107,7 @@ class Metrics(Collector):
             else:
                 always = 1.0 if metric.name.endswith("_info") else 0.0
                 self._values[metric.name] = dict.fromkeys(keys, always)
-        self._quick = {
+        self._quick: dict[tuple[str, str], tuple[tuple[str, ...], dict[Key, float]]] = {
             (name, metric.kind): (metric.label_names, self._values[name])
             for name, metric in self._declared.items()
             if metric.kind != "histogram"
