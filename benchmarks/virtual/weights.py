@@ -15,7 +15,6 @@ from benchmarks.virtual.scenario import WeightsModel
 from segue.clock import now
 from segue.ports.scheduler import Transfer, TransferResult
 
-
 _REMEMBERED = 64
 """Ended transfers whose reason is remembered: late members belong to the newest few."""
 

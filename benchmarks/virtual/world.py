@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from benchmarks.virtual.workers import ModelledWorkers
 from benchmarks.virtual.workload import Workload
 from benchmarks.watched import Scrape
 from envpool.shell import PoolShell
+from envpool.workers import Workers
 from rollout.chat import ChatRenderer
 from rollout.node import NodeShell
 from scheduler.shell import SchedulerShell
@@ -39,6 +40,8 @@ from segue.ports.scheduler import GET_STATUS, OPEN_TRAINING, STOP_RUN, WATCH_EVE
 CALL_SECONDS = 60.0
 SETTLE_SECONDS = 60.0
 """How long nodes may take to hear that the run is over, in virtual time."""
+
+Wrap = Callable[[Workers], Workers]
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -63,23 +66,24 @@ class Ran(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def play(world: World, marks: Collection[int] = (), *, sink: bool = False) -> Ran:
-    """Run a scenario in a loop of its own. `marks`: after how many trained steps to scrape; `sink`: see `VirtualCluster`."""
+def play(world: World, marks: Collection[int] = (), *, sink: bool = False, wrap: Wrap | None = None) -> Ran:
+    """Run a scenario in a loop of its own. `marks`: after how many trained steps to scrape; others: see `VirtualCluster`."""
     with tempfile.TemporaryDirectory(prefix="segue-virtual-") as folder, asyncio.Runner(loop_factory=LogicalLoop) as runner:
-        return runner.run(VirtualCluster(world, Path(folder), set(marks), sink=sink).run())
+        return runner.run(VirtualCluster(world, Path(folder), set(marks), sink=sink, wrap=wrap).run())
 
 
 class VirtualCluster:
     """One world. With `sink` the learner takes no time and publishes nothing after the first weights: what generation alone could
-    do. The parts are public for tests."""
+    do. `wrap` goes around the environment workers of every pool (a baseline's barrier, say). The parts are public for tests."""
 
-    def __init__(self, world: World, run_dir: Path, marks: set[int], *, sink: bool = False) -> None:
+    def __init__(self, world: World, run_dir: Path, marks: set[int], *, sink: bool = False, wrap: Wrap | None = None) -> None:
         self.world = world
         self.roles: dict[str, Role] = {}
         self.engines: dict[str, ModelledEngine] = {}
         self._run_dir = run_dir
         self._marks = marks
         self._sink = sink
+        self._wrap: Wrap = wrap or (lambda workers: workers)
         self._metrics: dict[str, Metrics] = {}
         self._clocks: dict[str, Clock] = {}
         self._scrapes: dict[int, Scrape] = {}
@@ -107,7 +111,7 @@ class VirtualCluster:
         for rank in range(config.envpool.pools):
             name = f"envpool-{rank}"
             metrics = self._registry(name, "envpool")
-            self.roles[name] = PoolShell(config, name, metrics, ModelledWorkers(scenario.env, workload))
+            self.roles[name] = PoolShell(config, name, metrics, self._wrap(ModelledWorkers(scenario.env, workload)))
         for rank in range(config.rollout.nodes):
             self.roles[f"rollout-{rank}"] = self._node(f"rollout-{rank}", workload, hub, renderer)
         model = scenario.learner
