@@ -26,11 +26,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import result
+from benchmarks.figures import ROLES, Window, state_shares
 from benchmarks.watched import Scrape, Watched, grown, quantile, train
 from envpool.environment import Suite, Timed
 from envpool.suites import load_suite
@@ -38,7 +38,7 @@ from scheduler.tasks import EpochSampler
 from segue.config import Config, load_config
 from segue.episode import Task
 from segue.errors import RunFailed, UserError
-from segue.metrics.vocabulary import STATES, is_idle
+from segue.metrics.vocabulary import is_idle
 from segue.report import steps as step_lines
 
 ARMS = ("async", "sync", "one_step_off")
@@ -48,24 +48,6 @@ LATENCY_OVER_GENERATION = 3.0
 """What the mean latency of an environment step must at least be, in mean times of sampling an action."""
 RUN_SECONDS = 600.0
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "latency.toml"
-ROLES = ("rollout", "learner", "scheduler", "envpool")
-
-
-@dataclass(frozen=True)
-class Window:
-    """The steps that count: from when `warm` steps were trained to when `last` were."""
-
-    warm: int
-    last: int
-
-    @classmethod
-    def of(cls, steps: int, max_age: int) -> Window:
-        """The steady state of a run of `steps` steps. Raises `UserError` when nothing is left of it."""
-        window = cls(max_age + 1, steps - (max_age + 2 if max_age else 1))
-        if window.last <= window.warm:
-            least = steps + 1 + window.warm - window.last
-            raise UserError(f"{steps} steps leave no steady state with staleness.max_age = {max_age}: use {least} or more.")
-        return window
 
 
 def arm_figures(watched: Watched, window: Window) -> dict[str, Any]:
@@ -119,14 +101,6 @@ def turn_seconds(before: Scrape, after: Scrape) -> tuple[float, float]:
             raise RunFailed(role, f"{name} observed nothing between the two scrapes: the window is too short.")
         means.append(grown(before, after, role, f"{name}_sum") / count)
     return means[0], means[1]
-
-
-def state_shares(before: Scrape, after: Scrape, role: str) -> dict[str, float]:
-    """Share of the time between two scrapes that a role's processes (env pools: their slots) spent in each state."""
-    name = "segue_worker_state_seconds_total"
-    spent = {state: grown(before, after, role, name, state=state) for state in STATES[role]}
-    elapsed = sum(spent.values())
-    return {state: seconds / elapsed for state, seconds in spent.items()} if elapsed > 0 else {}
 
 
 def idle_share(before: Scrape, after: Scrape, role: str) -> float:

@@ -76,8 +76,6 @@ class Peer:
 
     async def close(self) -> None:
         """End it: it goes when its stdin closes, or it is killed."""
-        if self._process.returncode is not None:
-            return
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:

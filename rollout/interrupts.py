@@ -48,9 +48,18 @@ class Interrupts:
     async def wait(self, future: asyncio.Future[Any], parkable: bool) -> None:
         """Until `future` is done, its deadline being its owner's. Raises `Dropped`; where it is `parkable`, `Parking`."""
         while not future.done():
-            self._signal = asyncio.get_running_loop().create_future()
+            signal = self._signal = asyncio.get_running_loop().create_future()
             self.check()
             if parkable and self.parking:
                 raise Parking
-            await asyncio.wait({future, self._signal}, return_when=asyncio.FIRST_COMPLETED)
+
+            def woken(_: object, signal: asyncio.Future[None] = signal) -> None:
+                if not signal.done():
+                    signal.set_result(None)
+
+            future.add_done_callback(woken)
+            try:
+                await signal
+            finally:
+                future.remove_done_callback(woken)
         self.check()

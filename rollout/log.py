@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from segue import wire
 from segue.episode import ActionRecord, DeltaBody, EpisodeSnapshot, Outcome, TurnRecord, log_checksum
@@ -143,42 +144,47 @@ class EpisodeLog:
 
     # --- growing --------------------------------------------------------------------------------------------------
 
-    def apply(self, body: DeltaBody, payload: bytes) -> None:
-        """Append one delta. Raises `BadLog` if it does not follow from what is there; then nothing has changed."""
+    def apply(self, body: DeltaBody, payload: bytes) -> list[tuple[int, int]]:
+        """Append one delta. Returns how many sampled tokens of which version it has.
+
+        Raises `BadLog` if it does not follow from what is there; then nothing has changed.
+        """
         log, record = body.log, body.record
         try:
             log.validate()
         except ValueError as error:
             raise BadLog(f"delta {self.next_seq}: {error}") from error
         self._check_order(body)
-        if record is None:
-            self.action.extend(log.tokens[log.mask == 1].tolist())
-        fresh = int(log.mask.sum())
+        tokens = log.tokens.tolist()
+        where = log.mask.nonzero()[0]
+        fresh = log.sampled_by_version() if len(where) else []
         if fresh:
-            self.sampled += fresh
-            where = log.mask.nonzero()[0]
+            if record is None:
+                self.action.extend(tokens if len(where) == len(tokens) else log.tokens[where].tolist())
+            self.sampled += len(where)
             self.computed = len(self.tokens) + int(where[-1])
-            self.by_version.update(dict(log.sampled_by_version()))
-        self.tokens.extend(log.tokens.tolist())
+            self.by_version.update(dict(fresh))
+        self.tokens.extend(tokens)
         if body.action_complete:
             self.waiting = body.action
         if record is not None:
             self._record(record)
         self.next_seq += 1
         self.checksum = log_checksum([payload], self.checksum)
+        return fresh
 
     def write(self, body: DeltaBody, episode: int, attempt: int) -> Delta:
         """Apply a new delta and return what the scheduler gets."""
         payload = wire.encode(body)
         record = body.record
         turn, seq = self.turn, self.next_seq
-        self.apply(body, payload)
+        fresh = self.apply(body, payload)
         head = DeltaHead(
             episode=episode,
             attempt=attempt,
             seq=seq,
             turn=turn if record is None else record.turn,
-            sampled=tuple(body.log.sampled_by_version()),
+            sampled=tuple(fresh),
             record=record is not None,
             pending_action=body.action_complete,
             reward=record.reward if record is not None else 0.0,
@@ -233,16 +239,17 @@ class Piece:
 
     def take(self, chunk: Chunk, keep: int | None = None) -> None:
         """Add a chunk's tokens (the first `keep` of them). Raises `BadLog` if its parts disagree: values are never imputed."""
-        versions = [version for version, n in chunk.spans for _ in range(n)]
-        if not len(versions) == len(chunk.tokens) == len(chunk.logprobs):
+        stamped = sum(n for _, n in chunk.spans)
+        if not stamped == len(chunk.tokens) == len(chunk.logprobs):
             raise BadLog(
                 f"the engine gave {len(chunk.tokens)} tokens with {len(chunk.logprobs)} log-probabilities and "
-                f"versions for {len(versions)}"
+                f"versions for {stamped}"
             )
         n = len(chunk.tokens) if keep is None else keep
         if n == 0:
             return
-        part = sampled(chunk.tokens[:n], chunk.logprobs[:n], versions[:n], [chunk.kv_version] * n, self._turn)
+        versions = np.repeat([version for version, _ in chunk.spans], [run for _, run in chunk.spans])[:n]
+        part = sampled(chunk.tokens[:n], chunk.logprobs[:n], versions, np.full(n, chunk.kv_version), self._turn)
         try:
             part.validate()
         except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import numpy as np
 from segue.wire import Message
 
 NO_VERSION = -1
+Array = np.ndarray[Any, Any]
 
 
 class Author(enum.IntEnum):
@@ -63,32 +64,51 @@ class TokenLog(msgspec.Struct, frozen=True):
                 raise ValueError(f"{name} is a {array.ndim}-dimensional array of {array.dtype}")
             if len(array) != n:
                 raise ValueError(f"{name} has {len(array)} entries for {n} tokens")
-        if np.any(self.tokens < 0):
+        if np.count_nonzero(self.tokens < 0):
             raise ValueError("a token id is negative")
         if any(s.length < 1 or s.author not in _AUTHORS for s in self.segments):
             raise ValueError("a segment is empty or by nobody")
         if sum(s.length for s in self.segments) != n:
             raise ValueError(f"segments cover {sum(s.length for s in self.segments)} of {n} tokens")
         sampled = self.mask == 1
-        if not np.all(sampled | (self.mask == 0)):
+        count = int(np.count_nonzero(sampled))
+        if np.count_nonzero(self.mask) != count:
             raise ValueError("mask has values other than 0 and 1")
-        if not np.all(np.isfinite(self.logprobs)) or np.any(self.logprobs[sampled] > 1e-4):
+        if np.count_nonzero(np.isfinite(self.logprobs)) != n or np.count_nonzero(_where(sampled, count, self.logprobs) > 1e-4):
             raise ValueError("a sampled token has no valid log-probability")
-        if np.any(self.versions[sampled] < 0) or np.any(self.kv_versions[sampled] < 0):
-            raise ValueError("a sampled token has no weight version")
-        forced = (self.versions[~sampled], self.kv_versions[~sampled])
-        if any(np.any(versions != NO_VERSION) for versions in forced) or np.any(self.logprobs[~sampled] != 0):
-            raise ValueError("a token that was not sampled carries a version or a log-probability")
+        for versions in (self.versions, self.kv_versions):
+            if np.count_nonzero(_where(sampled, count, versions) < 0):
+                raise ValueError("a sampled token has no weight version")
+        if count == n:
+            self._check_authors(sampled)
+            return
+        forced = ~sampled
+        for array, nothing in ((self.versions, NO_VERSION), (self.kv_versions, NO_VERSION), (self.logprobs, 0)):
+            if np.count_nonzero(_where(forced, n - count, array) != nothing):
+                raise ValueError("a token that was not sampled carries a version or a log-probability")
+        if count:
+            self._check_authors(sampled)
+
+    def _check_authors(self, sampled: np.ndarray[Any, Any]) -> None:
         start = 0
         for segment in self.segments:
-            if segment.author != Author.ASSISTANT and np.any(sampled[start : start + segment.length]):
+            if segment.author != Author.ASSISTANT and np.count_nonzero(sampled[start : start + segment.length]):
                 raise ValueError(f"sampled tokens in a segment by {Author(segment.author).name}")
             start += segment.length
 
     def sampled_by_version(self) -> list[tuple[int, int]]:
         """`[(version, number of sampled tokens)]`, ascending."""
-        found, counts = np.unique(self.versions[self.mask == 1], return_counts=True)
+        versions = self.versions[self.mask == 1]
+        n = len(versions)
+        if n and np.count_nonzero(versions == versions[0]) == n:  # nearly always: spares the sorting
+            return [(int(versions[0]), n)]
+        found, counts = np.unique(versions, return_counts=True)
         return [(int(v), int(n)) for v, n in zip(found, counts, strict=True)]
+
+
+def _where(chosen: np.ndarray[Any, Any], count: int, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The `count` values of `array` that are chosen; no copy where all are."""
+    return array if count == len(array) else array[chosen]
 
 
 def context(tokens: list[int], author: Author, turn: int) -> TokenLog:
@@ -104,8 +124,10 @@ def context(tokens: list[int], author: Author, turn: int) -> TokenLog:
     )
 
 
-def sampled(tokens: list[int], logprobs: list[float], versions: list[int], kv_versions: list[int], turn: int) -> TokenLog:
-    """Tokens that the policy sampled in one turn; all four lists have one entry per token."""
+def sampled(
+    tokens: list[int], logprobs: list[float], versions: Sequence[int] | Array, kv_versions: Sequence[int] | Array, turn: int
+) -> TokenLog:
+    """Tokens that the policy sampled in one turn; all four have one entry per token."""
     n = len(tokens)
     return TokenLog(
         tokens=np.asarray(tokens, dtype=np.int32),
@@ -125,6 +147,9 @@ def concat(parts: Iterable[TokenLog]) -> TokenLog:
     parts = list(parts)
     if not parts:
         return context([], Author.USER, -1)
+    filled = [part for part in parts if len(part)]
+    if len(filled) == 1 and len(filled[0].segments) == 1:
+        return filled[0]
     segments: list[Segment] = []
     for part in parts:
         for segment in part.segments:

@@ -1,6 +1,6 @@
 """MessagePack with a schema version: the only thing that crosses a process border.
 
-A message is a `Message` subclass (a frozen msgspec struct: msgspec checks the types, msgpack makes the bytes). Its bytes are
+A message is a `Message` subclass (a frozen msgspec struct, whose types are checked when it is decoded). Its bytes are
 
     magic "SG" · schema version (u8) · CRC-32 of the body (u32, little endian) · body
 
@@ -10,6 +10,7 @@ ever pickled. Whatever is wrong with the bytes raises one of the typed errors be
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from typing import Any, ClassVar, TypeVar
@@ -24,6 +25,7 @@ SCHEMA_VERSION = 1
 _MAGIC = b"SG"
 _HEADER = struct.Struct("<2sBI")
 _DTYPES = ("<i4", "<i8", "<f4", "<f8", "|u1", "|i1", "<u4", "<i2", "<u2", "|b1")
+_SIZES = {name: np.dtype(name).itemsize for name in _DTYPES}
 
 
 class TruncatedMessage(WireError):
@@ -70,6 +72,9 @@ def unpack_array(value: Any) -> np.ndarray[Any, Any]:
     if not (isinstance(value, (list, tuple)) and len(value) == 3 and isinstance(value[2], bytes)):
         raise ValueError("expected an array [dtype, shape, bytes]")
     dtype, shape, raw = value
+    size = _SIZES.get(dtype) if isinstance(dtype, str) else None
+    if size and isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and shape[0] * size == len(raw):
+        return np.frombuffer(raw, dtype=dtype)  # what nearly all are
     if dtype not in _DTYPES or not isinstance(shape, (list, tuple)) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"bad array header {dtype!r} {shape!r}")
     count = 1
@@ -94,17 +99,39 @@ def _decode_hook(kind: Any, value: Any) -> Any:
     raise TypeError(f"{kind} does not travel")
 
 
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
+
+
 def encode(message: Message) -> bytes:
     """The bytes of a message."""
-    fields = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_encode_hook)
-    # surrogatepass: the text of a user's task may hold lone surrogates, as JSON allows
-    body: bytes = msgpack.packb([type(message).kind, fields], use_bin_type=True, unicode_errors="surrogatepass")
+    try:
+        body = _encoder.encode((type(message).kind, message))
+    except UnicodeEncodeError:  # the text of a user's task may hold lone surrogates, as JSON allows
+        fields = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=_encode_hook)
+        body = msgpack.packb([type(message).kind, fields], use_bin_type=True, unicode_errors="surrogatepass")
     return _HEADER.pack(_MAGIC, SCHEMA_VERSION, zlib.crc32(body)) + body
 
 
 def decode(data: bytes, kind: type[M]) -> M:
     """The message in `data`, which must be of class `kind`. Raises a `WireError` subclass, and only that."""
     body = _checked_body(data)
+    try:
+        name, message = _decoder(kind).decode(body)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
+        return _decode_slowly(body, kind)
+    if name != kind.kind:
+        raise UnknownMessage(f"expected a {kind.kind} and got a {name!r}")
+    assert isinstance(message, kind)
+    return message
+
+
+@functools.cache
+def _decoder(kind: type[Message]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(tuple[str, kind], dec_hook=_decode_hook)  # type: ignore[valid-type]
+
+
+def _decode_slowly(body: bytes, kind: type[M]) -> M:
+    """In two steps, which tell what is wrong; and for lone surrogates, which the fast way does not read."""
     try:
         name, fields = msgpack.unpackb(body, raw=False, strict_map_key=False, unicode_errors="surrogatepass")
     except Exception as error:  # msgpack raises a family of unrelated classes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from segue.metrics import vocabulary as words
@@ -40,7 +41,7 @@ class Metric:
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
 
-    @property
+    @cached_property
     def label_names(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
 

@@ -27,6 +27,7 @@ from segue.metrics.states import Clock
 Key = tuple[str, ...]
 _STATE_SECONDS = "segue_worker_state_seconds_total"
 _STATE = "segue_worker_state"
+_NOWHERE: tuple[tuple[str, ...], dict[Key, float]] = ((), {})
 
 
 class UndeclaredMetric(LookupError):
@@ -106,6 +107,11 @@ class Metrics(Collector):
             else:
                 always = 1.0 if metric.name.endswith("_info") else 0.0
                 self._values[metric.name] = dict.fromkeys(keys, always)
+        self._quick: dict[tuple[str, str], tuple[tuple[str, ...], dict[Key, float]]] = {
+            (name, metric.kind): (metric.label_names, self._values[name])
+            for name, metric in self._declared.items()
+            if metric.kind != "histogram"
+        }
         if staleness_bound is not None and "segue_staleness_bound_versions" in self._declared:
             self.set("segue_staleness_bound_versions", staleness_bound)
         self._clock: Clock | None = None
@@ -230,12 +236,14 @@ class Metrics(Collector):
         return key
 
     def _series(self, name: str, kind: str, labels: dict[str, str]) -> tuple[dict[Key, float], Key]:
+        names, series = self._quick.get((name, kind), _NOWHERE)
+        if len(labels) == len(names):
+            key = tuple([labels.get(label, "") for label in names])
+            if key in series:
+                return series, key
         metric = self._metric(name, kind)
-        key = self._key(metric, labels)
-        series = self._values[name]
-        if key not in series:
-            raise self._undeclared_value(metric, labels)
-        return series, key
+        self._key(metric, labels)
+        raise self._undeclared_value(metric, labels)
 
     def _undeclared_value(self, metric: Metric, labels: dict[str, str]) -> UndeclaredMetric:
         wrong = [f"{k}={v!r}" for k, v in labels.items() if v not in self._label_values(metric, k)]

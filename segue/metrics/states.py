@@ -98,6 +98,8 @@ class StateClock:
 
     def enter(self, state: str) -> None:
         """Be in `state` from now on; entering the state one is in is no change."""
+        if state == self._state:
+            return
         ledger = self._ledger
         ledger.check(state)
         with ledger.lock:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import async_vs_sync as bench
-from benchmarks.async_vs_sync import ARMS, CONFIG, STEPS, Window
+from benchmarks.async_vs_sync import ARMS, CONFIG, STEPS
+from benchmarks.figures import Window
 from benchmarks.watched import Watched
 from envpool.suites import load_suite
 from scheduler.tasks import TaskStream

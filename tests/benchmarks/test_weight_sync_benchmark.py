@@ -36,7 +36,9 @@ async def test_a_tiny_run_has_every_figure(tmp_path: Path) -> None:
 @pytest.mark.processes
 async def test_what_a_peer_cannot_do_is_one_sentence_and_nothing_is_left_behind() -> None:
     peer = await Peer.start("rollout-0", weight_sync.MODULE, ["receiver", "--name", "rollout-0"])
-    transfer = weight_sync.Transfers("127.0.0.1:1").next(["rollout-0"])
+    transfers = weight_sync.Transfers("127.0.0.1:1")  # where nobody listens
+    transfers.step = 0
+    transfer = transfers.next(["rollout-0"])
     with pytest.raises(RunFailed, match=r"rollout-0: TransferFailed: rollout-0 did not receive .* cannot be reached"):
         await peer.ask("stage", transfer=transfer)
     await peer.close()
