@@ -36,6 +36,7 @@ from segue.metrics.vocabulary import PREFILL_CAUSES
 
 TOLERANCE = 0.10
 RUN_SECONDS = 900.0
+POLICY_SECONDS = 3600.0
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 WARM = 10
 """Steps before the window: episodes that began together have drifted apart by then."""
@@ -242,25 +243,22 @@ POLICIES = ("every", "budget")
 
 
 def policy_arm(kind: str, seed: int, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """A whole run of `--config` under one policy."""
+    """A whole run of `--config` under one policy. Seconds are those of the nodes' clocks, evaluations included (`--serial`:
+    logical ones, where [serial] says what work costs, so that other work on the machine does not disturb them)."""
     overrides = [f'update.policy="{kind}"', f"seed={seed}", *args.overrides]
     if kind == "budget":
         overrides += [f"update.reprefill_budget={args.budget}", f"update.reprefill_window={args.window}"]
     config = load_config(args.config, overrides)
-    first, last = min(WARM, config.steps // 4), config.steps - 1
-    watched = train(args.config, scratch / f"{kind}-{seed}", overrides, (first, last), RUN_SECONDS)
-    before, after = watched.scrapes[first], watched.scrapes[last]
-    lines, summary = watched.lines[first:last], watched.summary
-    seconds = lines[-1]["elapsed_seconds"] - watched.lines[first - 1]["elapsed_seconds"]
-    there = grown(before, after, "rollout", "segue_worker_state_seconds_total")
+    watched = train(args.config, scratch / f"{kind}-{seed}", overrides, (), POLICY_SECONDS, serial=args.serial)
+    summary = watched.summary
+    there = sum(summary["roles"]["rollout"]["states"].values()) / config.rollout.nodes
     return {
-        "reprefill_share": grown(before, after, "rollout", "segue_prefill_seconds_total", cause="weight_update") / there,
-        "reprefill_tokens": grown(before, after, "rollout", "segue_prefill_tokens_total", cause="weight_update"),
-        "tokens_per_second": sum(line["tokens_trained"] for line in lines) / seconds,
-        "step_seconds": seconds / len(lines),
+        "reprefill_share": summary["reprefill"]["rollout_share"],
+        "tokens_per_second": summary["tokens"]["trained"] / there,
+        "rollout_seconds": there,
         "success": {name: (found or {}).get("success") for name, found in summary["eval"].items()},
         "staleness": summary["staleness"],
-        "masked_age": summary["tokens"]["masked_age"],
+        "tokens": summary["tokens"],
         "reprefill": summary["reprefill"],
         "overrides": overrides,
     }
@@ -304,6 +302,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="of each run")
     parser.add_argument("--policy", action="store_true", help="compare update.policy every and budget instead")
     parser.add_argument("--config", type=Path, default=CONFIGS / "quickstart.toml", help="of --policy")
+    parser.add_argument("--serial", action="store_true", help="of --policy: runs in one process, on a logical clock")
     parser.add_argument("--budget", type=float, default=0.02, help="update.reprefill_budget of --policy")
     parser.add_argument("--window", type=float, default=20.0, help="update.reprefill_window of --policy, in seconds")
     parser.add_argument("--repeats", type=int, default=1, help="of --policy: runs per arm")
