@@ -7,9 +7,10 @@
 Each workload is a run of `segue train configs/latency.toml` with all its processes, as a user would start it, with other
 lengths, concurrency and batch. KV is dropped at every update (`recompute`). Between two steps of the run the benchmark reads
 what the nodes export: context tokens computed again because of updates, per trained token. The prediction is made of what the
-same window says about its workload, and nothing is fitted: episodes under way C (between their first and their last token: the
-time that all of them together sampled and waited between turns, over the window's length), trained episodes per update B, and,
-from the learner's batches, prompt P, length L after it, its coefficient of variation and the part of it that was sampled.
+same window says about its workload, and nothing is fitted: episodes under way C, between their first and their last token (the
+time that all of them together sampled, over the window without its pauses, and waited between turns, over the window); trained
+episodes per update B; and, from the learner's batches, prompt P, length L after it, its coefficient of variation and the part of
+it that was sampled.
 
 A workload passes if measured over predicted is within 10 % of 1. `shared` and `waits` break an assumption each; for them the
 ratio to the corrected prediction is what is judged.
@@ -109,13 +110,17 @@ WORKLOADS = {
     ),
     "waits": Workload(
         "environments take longer than the interval of updates",
-        steps=50,
+        steps=100,
         places=48,
-        groups=8,
+        groups=4,
         overrides={
-            "task.args.mean": 1.5,
-            "task.args.turns_min": 3,
-            "task.args.turns_max": 9,
+            "staleness.max_age": 16,
+            "task.args.distribution": "lognormal",  # waits of one length would keep episodes in step with one another
+            "task.args.mean": 4.0,
+            "task.args.spread": 0.7,
+            "envpool.step_seconds": 60.0,
+            "task.args.turns_min": 2,
+            "task.args.turns_max": 4,
             "rollout.max_turn_tokens": 40,
             "task.args.prompt_words": 10,
         },
@@ -133,16 +138,12 @@ def predicted(*, concurrent: float, per_update: float, cv: float, prompt: float,
     return concurrent / per_update * ((1 + cv**2) / 2 + prompt / length) * length / sampled
 
 
-def waits_factor(generate: float, wait: float, interval: float) -> float:
-    """Which share of the dropped contexts is computed again, where episodes wait `wait` seconds for every `generate` they sample.
-
-    With an update every `interval` an episode's context is dropped (g + w)/T times per turn. Each drop while it samples is paid;
-    those in one wait are paid once together, when the next turn begins: g/T + min(1, w/T).
-    """
-    return (generate + min(interval, wait)) / (generate + wait)
+def hit(wait: float, gaps: Sequence[float]) -> float:
+    """The probability that an update falls into a wait that begins at any time, with updates `gaps` seconds apart."""
+    return 1.0 - sum(max(0.0, gap - wait) for gap in gaps) / sum(gaps)
 
 
-def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, Any]:
+def figures(watched: Watched, first: int, last: int, group: int, nodes: int) -> dict[str, Any]:
     """What the window (`first`, `last`] of steps says: measured, predicted, and what the prediction was made of."""
     before, after = watched.scrapes[first], watched.scrapes[last]
     here = watched.lines[first:last]
@@ -162,7 +163,11 @@ def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, An
     waits = grown(before, after, "envpool", "segue_env_step_seconds_sum")
     ended = grown(before, after, "scheduler", "segue_episode_duration_seconds_count")
     between = waits * (1 - ended / turns)  # the last one of an episode leads nowhere
-    concurrent = (generating + between) / seconds
+    closed = grown(before, after, "rollout", "segue_worker_state_seconds_total", state="wait_weights") / nodes
+    sampling = generating / (seconds - closed)
+    concurrent = sampling + between / seconds
+    # Where environments take long: the waits that end between two updates, each paid once if an update fell into it.
+    paying = sampling + (turns - ended) / updates * hit(waits / turns, [line["step_seconds"] for line in here])
     made_of = {
         "concurrent": concurrent,
         "per_update": episodes / updates,
@@ -173,9 +178,7 @@ def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, An
     }
     again = grown(before, after, "rollout", "segue_prefill_tokens_total", cause="weight_update")
     phi, measured = predicted(**made_of), again / trained
-    corrected = phi * waits_factor(generating / turns, between / turns, seconds / updates)
-    if group > 1:
-        corrected = predicted(**{**made_of, "prompt": prompt / group})
+    corrected = predicted(**{**made_of, "prompt": prompt / group, "concurrent": min(concurrent, paying)})
     return {
         "predicted": phi,
         "measured": measured,
@@ -190,6 +193,9 @@ def figures(watched: Watched, first: int, last: int, group: int) -> dict[str, An
         "trained_tokens": trained,
         "masked_age": sum(line["tokens_masked_age"] for line in here),
         "leased": grown(before, after, "scheduler", "segue_episode_duration_seconds_sum") / seconds,
+        "sampling": sampling,
+        "paying": paying,
+        "closed_seconds": closed,
         "turns": turns / ended,
         "turn_generate_seconds": generating / turns,
         "env_step_seconds": waits / turns,
@@ -216,7 +222,7 @@ def measure(name: str, args: argparse.Namespace, scratch: Path) -> dict[str, Any
     if last - WARM < 5:
         raise UserError(f"{config.steps} steps leave no window: use {WARM + config.staleness.max_age + 7} or more.")
     watched = train(CONFIGS / "latency.toml", scratch / name, overrides, (WARM, last), RUN_SECONDS)
-    found = figures(watched, WARM, last, config.group.size)
+    found = figures(watched, WARM, last, config.group.size, config.rollout.nodes)
     summary = watched.summary
     return {
         "what": work.what,

@@ -46,10 +46,16 @@ class Watched:
     scrapes: dict[int, Scrape]
 
 
-def train(config: Path, run: Path, overrides: Sequence[str], marks: Collection[int], deadline: float) -> Watched:
-    """Run `segue train` to its end. Raises `RunFailed` when it fails, is late, or ends before a mark was reached."""
+def train(
+    config: Path, run: Path, overrides: Sequence[str], marks: Collection[int], deadline: float, serial: bool = False
+) -> Watched:
+    """Run `segue train` to its end; `serial` in one process, which has nothing to scrape (no `marks` then).
+
+    Raises `RunFailed` when it fails, is late, or ends before a mark was reached.
+    """
     arguments = [part for override in overrides for part in ("--set", override)]
     command = [sys.executable, "-m", "segue.cli", "train", str(config), "--run", str(run), *arguments]
+    command += ["--serial"] * serial
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     late = threading.Event()
 

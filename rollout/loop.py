@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rollout.chat import ChatRenderer
+from rollout.departed import Departed
 from rollout.envclient import EnvCallFailed, EnvClient
 from rollout.fit import beyond, fit_observation
 from rollout.gate import Gate, Passage
@@ -58,6 +59,7 @@ class Host:
     env: EnvClient
     gate: Gate
     ledger: Ledger
+    departed: Departed
     metrics: Metrics
     activity: ActivityClock
     emit: Callable[[NodeEvent, bool], None]
@@ -87,6 +89,7 @@ class EpisodeLoop:
         """The id of the request that the engine has, if any."""
         self._orders = Interrupts(self._abort)
         self._pinned = False
+        self._returns = False
         self._wall_over = False
         self._cut = ""
         self._slice = lease.slice_tokens or math.inf
@@ -133,6 +136,7 @@ class EpisodeLoop:
 
     async def run(self) -> None:
         """Raises `EngineDead`, and `AssertionError` for a mistake of ours; every other failure is the episode's: an event."""
+        self._host.departed.back(self.lease.episode)
         self._wall = WallTime(self._host.config.wall_seconds, self.lease.snapshot.seconds, self._host.gate)
         try:
             await self._play()
@@ -157,7 +161,7 @@ class EpisodeLoop:
             self._fail(FailureClass.INFRA, "internal_error", error)
         finally:
             self._host.env.close(*self.key)
-            self._host.engine.forget(self.lease.episode)
+            self._host.departed.left(self.lease.episode, for_good=not self._returns)
             if self._entered:
                 self._host.gate.ended()
 
@@ -185,6 +189,7 @@ class EpisodeLoop:
                     await self._generate()
         except Parking:
             pass
+        self._returns = True
         return self._emit(Parked(*self.key, self.log.next_seq, self._wall.seconds), True)
 
     async def _open_environment(self) -> None:
@@ -407,6 +412,7 @@ class EpisodeLoop:
     def _fail(self, failure: str, reason: str, error: Exception, detail: str = "") -> None:
         if self.dropped:
             return
+        self._returns = failure != FailureClass.DATA
         log.warning("episode %d, attempt %d failed (%s, %s): %s", *self.key, failure, reason, error)
         self._host.metrics.add("segue_discarded_tokens_total", len(self._piece), reason="failed")
         self._emit(Fail(*self.key, failure, reason, detail or " ".join(str(error).split())[:DETAIL_CHARACTERS]), True)

@@ -16,6 +16,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from rollout.chat import ChatRenderer
+from rollout.departed import Departed
 from rollout.envclient import EnvClient
 from rollout.figures import Figures
 from rollout.gate import Gate
@@ -121,6 +122,7 @@ class NodeShell:
             env=self._env,
             gate=self._gate,
             ledger=self._ledger,
+            departed=Departed(config.rollout.max_episodes, engine.forget),
             metrics=metrics,
             activity=activity,
             emit=self._emit,

@@ -202,7 +202,8 @@ class Updater:
         return nodes.index(self._name) + 1
 
     async def _stage(self, order: BeginUpdate, rank: int, deadline: float) -> StagedWeights:
-        """Receive the weights while the engine goes on. Whatever the receiver raises, the old weights are untouched."""
+        """Receive the weights while the engine goes on. Whatever the receiver raises, the old weights are untouched. Raises
+        `NotLoaded`, or `EngineDead`."""
         transfer = order.transfer
         self._clock.enter("transfer")
         self._sync.set("segue_weight_sync_started_timestamp_seconds", time.time())
@@ -213,6 +214,8 @@ class Updater:
             raise NotLoaded(
                 "transfer", f"version {transfer.version} did not arrive within {order.deadline_seconds:g} s"
             ) from None
+        except EngineDead:  # it can be given none any more
+            raise
         except Exception as error:
             # `TransferFailed` is the expected one; naming it here would import torch.
             raise NotLoaded("transfer", f"version {transfer.version} did not arrive: {error}") from error

@@ -79,6 +79,11 @@ class Landing:
         self.arena = Arena()
         self._pinned = pinned
 
+    @property
+    def works_on(self) -> torch.device:
+        """Where collectives, copies and checksums are queued: the GPU, if there is one at either end."""
+        return self.device if self.device.type == "cuda" else self.rest
+
     def buffer(self, size: int) -> torch.Tensor:
         """What a broadcast may write, uint8 `[size]`."""
         if self.device.type != "cpu":

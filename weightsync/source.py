@@ -69,7 +69,6 @@ class TorchSource:
         self._means = SourceMeans(self.name, number, self.shelf, Groups(), backend, torch.device(device), host, roll_call_seconds)
         self._address = ""
         self._closed = False
-        self._newest = -1
         self._transfers: set[asyncio.Task[None]] = set()
 
     def share(self, named: Mapping[str, torch.Tensor]) -> set[str]:
@@ -99,8 +98,7 @@ class TorchSource:
                 if not self._closed:  # rank 0 is gone, which the learner's own collectives notice, or it has closed
                     log.warning("%s obeys no weight sender any more: %s", self.name, error)
                 return
-            if transfer is not None and transfer.transfer > self._newest:
-                self._newest = transfer.transfer
+            if transfer is not None:  # each comes once; what is stale was refused by the sender, whose transfers may overtake
                 task = asyncio.get_running_loop().create_task(self._take_part(transfer), name=f"transfer {transfer.transfer}")
                 self._transfers.add(task)
                 task.add_done_callback(self._transfers.discard)

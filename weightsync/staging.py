@@ -175,7 +175,7 @@ class Staging:
         try:
             if build:
                 self._build(store)
-            with device_stream(self._means.landing.device):
+            with device_stream(self._means.landing.works_on):
                 checksums = self._receive(manifest, left, take)
             whole(manifest)
             return checksums

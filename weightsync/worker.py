@@ -11,6 +11,8 @@ The process's main thread decodes tokens and is never asked for anything before 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +26,15 @@ from weightsync.worker_messages import Recorder, WorkerOrder, WorkerReport, post
 CONNECT_SECONDS = 30.0
 
 log = logging.getLogger(__name__)
+
+
+def _read_here(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of each. On a GPU the reader only queues its copies, on another stream than the one that the memory was
+    taken for: the allocator is told, so that nothing that arrives later is written there before they are done."""
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        yield name, tensor
 
 
 class WorkerEnd:
@@ -70,7 +81,7 @@ class WorkerEnd:
         if held != transfer:
             raise RuntimeError(f"{self._member} does not hold the weights of transfer {transfer}")
         if staged is not None:
-            return iter(staged.tensors().items())
+            return _read_here(staged.tensors())
         assert arriving is not None
         return self._arrive(arriving)
 
@@ -82,10 +93,13 @@ class WorkerEnd:
 
         try:
             while (tensors := asyncio.run_coroutine_threadsafe(following(), self._loop).result()) is not None:
-                yield from tensors.items()
+                yield from _read_here(tensors)
                 del tensors
+        except concurrent.futures.CancelledError:
+            raise TransferFailed(f"{self._member} was closed while weights arrived") from None
         finally:
-            self._loop.call_soon_threadsafe(arriving.close)
+            with contextlib.suppress(RuntimeError):  # the thread has ended, and all that arrived with it
+                self._loop.call_soon_threadsafe(arriving.close)
 
     def close(self) -> None:
         """Let go of everything and end the thread, as far as it can be ended. Any thread; idempotent."""
@@ -116,7 +130,7 @@ class WorkerEnd:
         over = asyncio.ensure_future(self._over.wait())
         orders = asyncio.ensure_future(self._obey(reader))
         await asyncio.wait([over, orders], return_when=asyncio.FIRST_COMPLETED)
-        tasks = [task for task in (over, orders, self._task) if task is not None]
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}  # one may hand out buckets to a thread that waits for them
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -125,6 +139,8 @@ class WorkerEnd:
     async def _obey(self, reader: asyncio.StreamReader) -> None:
         while (order := await receive(reader, WorkerOrder)) is not None:
             if order.begin is not None:
+                if self._task is not None:
+                    self._task.cancel()  # it may have everything already, and not have said so
                 self._let_go()  # there is room for one copy
                 self._newest = order.transfer
                 self._task = asyncio.ensure_future(self._take_part(order))

@@ -1,7 +1,7 @@
 """A node's end of weight sync where its engine's worker processes receive for themselves (`segue.ports.weights.WeightReceiver`).
 
 consumes     `stage` or `open` from the node's update procedure; the workers' reports, over a local socket
-produces     orders to the workers (`worker.py`), and a handle of what they hold, or `TransferFailed`
+produces     orders to the workers (`worker.py`), and a handle of what they hold; or `TransferFailed`, `EngineDead`
 waits for    the workers to connect, once, and to report: until the transfer's deadline
 unblocked by their reports, the end of a worker, a newer call, cancellation, `close`, or the deadline
 
@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from segue.metrics.registry import Metrics
+from segue.ports.engine import EngineDead
 from segue.ports.scheduler import Transfer, members_of
 from segue.ports.weights import Manifest, TransferFailed, WorkerWeights
 from weightsync.manifest import Layout
@@ -83,7 +84,8 @@ class WorkersReceiver:
         """Have the workers take part in `transfer`, the first as `rank`; everything is there and verified when this returns.
 
         A newer call supersedes one that still runs; after a failure or a cancellation the workers let go of what they have.
-        Raises `TransferFailed`, by the deadline at the latest.
+        Raises `TransferFailed`, by the deadline at the latest; `EngineDead` where a worker has ended or cannot be reached:
+        this engine gets no weights any more.
         """
         return await self._begin(transfer, rank, open=False)
 
@@ -117,7 +119,7 @@ class WorkersReceiver:
             transfer = part.transfer
             why = self._gone or self._joining.result()
             if why:
-                raise TransferFailed(failure_sentence(transfer, self._node, why))
+                raise EngineDead(failure_sentence(transfer, self._node, why))
             for place, member in enumerate(self._members):
                 self._order(member, WorkerOrder(transfer.transfer, transfer, rank + place, open))
         return await part.done
@@ -135,7 +137,7 @@ class WorkersReceiver:
 
     def _give_up(self, why: str) -> None:
         if self._part is not None:
-            self._part.fail(failure_sentence(self._part.transfer, self._node, why))
+            self._part.fail(TransferFailed(failure_sentence(self._part.transfer, self._node, why)))
 
     # --- the workers --------------------------------------------------------------------------------------------------
 
@@ -191,7 +193,7 @@ class WorkersReceiver:
         self._gone = f"{member} is gone: its worker process ended"
         log.warning("%s", self._gone)
         if self._part is not None:
-            self._part.fail(failure_sentence(self._part.transfer, self._node, self._gone))
+            self._part.fail(EngineDead(failure_sentence(self._part.transfer, self._node, self._gone)))
 
     def _order(self, member: str, order: WorkerOrder) -> None:
         writer = self._links.get(member)
@@ -222,10 +224,10 @@ class _Part:
             return
         self.silent.remove(report.member)
         if report.manifest is None:
-            self.fail(report.failure)
+            self.fail(TransferFailed(report.failure))
         elif not self.silent and not self.done.done():
             self.done.set_result(report.manifest)
 
-    def fail(self, sentence: str) -> None:
+    def fail(self, error: Exception) -> None:
         if not self.done.done():
-            self.done.set_exception(TransferFailed(sentence))
+            self.done.set_exception(error)

@@ -20,16 +20,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
+from rollout.embedded.control import Control
 from rollout.embedded.meter import Meter
 from rollout.embedded.runner import DecodeBatch, Runner
 from rollout.embedded.sequence import Sequence
 from rollout.embedded.slots import KEEP_STEPS, SlotPolicy
 from rollout.embedded.support import open_runner, open_tokenizer
 from rollout.embedded.watchdog import WatchedCompute
-from rollout.fitting import bind, targets
 from rollout.pauses import Pauses
 from rollout.requests import check_request, check_scored
 from rollout.stops import StopStrings
@@ -92,19 +91,16 @@ class EmbeddedEngine:
         self._batch: DecodeBatch | None = None  # None: who decodes has changed
         self._arrivals = 0
         self._steps_waited = 0
-
         self._version = NO_VERSION
         self._pauses = Pauses()
-        self._controlled = False
         self._ending: list[Sequence] = []
-
         self._server: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._dead: EngineDead | None = None
-
         self._meter = Meter()
+        self._control = Control(self._watched, self._meter, self._die)
 
     @property
     def version(self) -> int:
@@ -141,9 +137,10 @@ class EmbeddedEngine:
             self._server.cancel()
             await asyncio.wait([self._server])
 
-    def _die(self, error: EngineDead) -> None:
+    def _die(self, error: EngineDead) -> EngineDead:
+        """The first cause counts. Returns what whoever caused it is to raise."""
         if self._dead is not None:
-            return
+            return self._death()
         self._dead = error
         self._watched.rest()
         for sequence in self._open.values():
@@ -151,6 +148,7 @@ class EmbeddedEngine:
         self._open.clear()
         self._waiting.clear()
         self._idle.set()  # whoever waits in `pause` finds the engine dead
+        return self._death()
 
     def _death(self) -> EngineDead:
         """One exception for each who hears of it: a shared one would collect everybody's traceback."""
@@ -255,19 +253,22 @@ class EmbeddedEngine:
         self._check()
         if not self._pauses.counts(epoch):
             return
-        assert not self._controlled, "resumed while weights were being loaded or sequences scored"
+        assert not self._control.busy, "resumed while weights were being loaded or sequences scored"
         self._pauses.resume(epoch)
         if self._version == NO_VERSION:
             for sequence in list(self._open.values()):
                 sequence.out.fail(UserError(f"Request {sequence.request.id} {_TOO_EARLY}"))
         self._wake.set()
 
+    def _controllable(self) -> Runner:
+        runner = self._check()
+        idle = self._pauses.paused and self._idle.is_set() and not self._control.busy
+        assert idle, "weights are loaded and sequences scored while the engine is paused"
+        return runner
+
     def _loadable(self, version: int) -> Runner:
         """Raises `ValueError` for a version that is not newer."""
-        runner = self._check()
-        assert self._pauses.paused and self._idle.is_set() and not self._controlled, (
-            "weights are loaded while the engine is paused"
-        )
+        runner = self._controllable()
         if version < 0 or version < self._version:
             raise ValueError(
                 f"Weights of version {version} come after those of version {self._version}: version ids are never reused."
@@ -275,57 +276,15 @@ class EmbeddedEngine:
         return runner
 
     async def load(self, version: int, weights: StagedWeights) -> None:
-        runner = self._loadable(version)
-        self._controlled = True
-        try:
-            started = now()
-            bindings = await self._watched.run(lambda: bind(runner.model, weights), 0.0)
-            try:
-                await self._watched.run(lambda: runner.load(version, bindings), 0.0)
-            except BaseException as error:  # a cancelled wait leaves half-changed weights behind just as a failed copy does
-                self._half_loaded(version, error)
-        finally:
-            self._controlled = False
-            self._watched.rest()
-        self._meter.control_seconds += now() - started
+        await self._control.load(self._loadable(version), version, weights)
         self._loaded(version)
 
     async def load_arriving(self, weights: ArrivingWeights) -> None:
         try:
-            await self._load_arriving(weights)
+            await self._control.load_arriving(self._loadable(weights.version), weights)
         finally:
             weights.close()
-
-    async def _load_arriving(self, weights: ArrivingWeights) -> None:
-        runner, version = self._loadable(weights.version), weights.version
-        self._controlled = True
-        changed = False
-        try:
-            own = await self._watched.run(lambda: targets(runner.model, version, weights.manifest), 0.0)
-            async for tensors in weights.buckets():
-                bindings = [(own[name], tensor) for name, tensor in tensors.items() if name in own]
-                changed = True
-                started = now()
-                await self._watched.run(partial(runner.write, bindings), 0.0)
-                self._meter.control_seconds += now() - started
-                del tensors, bindings
-        except BaseException as error:
-            if changed:
-                self._half_loaded(version, error)
-            raise
-        finally:
-            self._controlled = False
-            self._watched.rest()
-        runner.version = version
-        self._loaded(version)
-
-    def _half_loaded(self, version: int, error: BaseException) -> NoReturn:
-        dead = EngineDead(f"loading version {version} ended half way: {type(error).__name__}: {error}")
-        dead.__cause__ = error
-        self._die(dead)
-        if isinstance(error, asyncio.CancelledError):
-            raise error
-        raise self._death() from error
+        self._loaded(weights.version)
 
     def _loaded(self, version: int) -> None:
         if version != self._version:
@@ -333,24 +292,11 @@ class EmbeddedEngine:
             self._policy.loaded(kept=self._pauses.mode == PauseMode.FREEZE)
 
     async def score(self, tokens: list[int]) -> list[float]:
-        runner = self._check()
-        assert self._pauses.paused and self._idle.is_set() and not self._controlled, (
-            "sequences are scored while the engine is paused"
-        )
+        runner = self._controllable()
         if self._version == NO_VERSION:
             raise UserError(f"A sequence to score {_TOO_EARLY}")
         check_scored(tokens, self._max_tokens, runner.vocabulary)
-        self._controlled = True
-        started = now()
-        try:
-            cost = len(tokens) // 2 * self._prefill_cost + self._decode_cost
-            logprobs: list[float] = await self._watched.run(lambda: runner.score(tokens), cost)
-        finally:
-            self._controlled = False
-            self._watched.rest()
-        self._meter.control_seconds += now() - started
-        self._meter.scored_tokens += len(tokens)
-        return logprobs
+        return await self._control.score(runner, tokens, len(tokens) // 2 * self._prefill_cost + self._decode_cost)
 
     # --- stepping ---------------------------------------------------------------------------------------------------
 
@@ -414,19 +360,12 @@ class EmbeddedEngine:
             await self._watched.run(lambda: runner.admit(plan.placements), prefilled * self._prefill_cost)
             self._meter.prefill_seconds += now() - started
 
-    def _rows(self) -> list[Sequence | None]:
-        """Who is in which row, up to the last one that decodes."""
-        rows = [slot.sequence for slot in self._policy.slots]
-        while rows[-1] is None:
-            rows.pop()
-        return rows
-
     async def _decode(self) -> None:
         runner, batch = self._check(), self._batch
         moves: list[tuple[int, int, int]] = []
         if batch is None:
             moves = self._policy.compact()
-            batch = self._batch = runner.batch(self._rows())
+            batch = self._batch = runner.batch(self._policy.rows())
         noise = batch.uniform()
         started = now()
 

@@ -249,6 +249,13 @@ class SlotPolicy:
         """Does any sequence have a slot?"""
         return any(s.sequence is not None for s in self.slots)
 
+    def rows(self) -> list[Sequence | None]:
+        """Who is in which row, up to the last one that decodes."""
+        rows = [slot.sequence for slot in self.slots]
+        while rows[-1] is None:
+            rows.pop()
+        return rows
+
     def running(self) -> list[Slot]:
         return [s for s in self.slots if s.sequence is not None]
 

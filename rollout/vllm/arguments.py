@@ -13,6 +13,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from segue.config.rollout import PARALLEL
 from segue.errors import UserError
 
 OWNED = {
@@ -38,9 +39,11 @@ OWNED = {
             "kv_offloading_size",
             "kv_offloading_backend",
             "disable_log_stats",
+            "async_scheduling",
         ),
         "leave it out: Segue needs it as it is",
     ),
+    **dict.fromkeys(("nnodes", "node_rank"), "leave it out: a node's engine is on one machine"),
 }
 """Arguments that are not the user's to set, and what to do instead."""
 
@@ -55,6 +58,8 @@ VERSION = "0.32"
 REINSTALL = "run SEGUE_VLLM=1 ./launch.sh --install-only, or set rollout.engine = 'embedded'."
 BREAKING = ("torchvision", "torchaudio", "torchcodec")
 """Come with vLLM's CPU build, and fail to import beside the CPU build of torch, vLLM with them."""
+WHOLE = ("kv_cache_memory_bytes", "block_size", *PARALLEL)
+"""Arguments that Segue itself calculates with."""
 
 
 @cache
@@ -116,10 +121,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     known = known_arguments()
     if known is None:
         raise UserError(MISSING)
-    for name in arguments:
+    for name, value in arguments.items():
         if name in OWNED:
             raise UserError(f"rollout.engine_args.{name} cannot be set: {OWNED[name]}.")
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known - OWNED.keys()), n=1)
             remedy = f"did you mean rollout.engine_args.{near[0]}?" if near else "leave it out."
             raise UserError(f"rollout.engine_args.{name} is no engine argument of vLLM: {remedy}")
+        if name in WHOLE and (type(value) is not int or value < 1):
+            raise UserError(f"rollout.engine_args.{name} = {value!r} is no number of them: give a whole number of 1 or more.")

@@ -100,8 +100,13 @@ class Core:
             log.exception("vLLM did not start")
             raise not_started(cause_of(printed.read()) or first_words(error)) from error
         self._listener = asyncio.get_running_loop().create_task(self._listen(), name="vllm-outputs")
-        async with asyncio.timeout(INSTALL_SECONDS):
-            problems = [problem for problem in await self.llm.collective_rpc("segue_install") if problem]
+        try:
+            async with asyncio.timeout(INSTALL_SECONDS):
+                problems = [problem for problem in await self.llm.collective_rpc("segue_install") if problem]
+        except TimeoutError:
+            raise not_started(f"its workers did not answer within {INSTALL_SECONDS:g} s") from None
+        except Exception as error:
+            raise not_started(cause_of(printed.read()) or first_words(error)) from error
         if problems:
             raise not_started(f"this vLLM cannot be used: {problems[0]}")
 

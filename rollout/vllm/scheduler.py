@@ -5,7 +5,8 @@ is written down as it is scheduled. What a step computed in all is counted apart
 And a paused vLLM computes nothing: a request whose id begins with `SCORE_PREFIX` is run although all others stand still, on
 blocks of KV that are kept for that alone.
 
-vLLM does not promise this interface: whatever of it is used is used here, in `core.py`, `worker.py` and `transfer.py` alone.
+vLLM does not promise this interface: whatever of it is used is used here, in `core.py`, in `worker.py` and in
+`weightsync/vllm_backend.py` alone.
 """
 
 from __future__ import annotations

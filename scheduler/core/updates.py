@@ -21,6 +21,7 @@ from scheduler.core.leases import Leases
 from scheduler.core.nodes import Node
 from scheduler.core.policy import UpdatePolicy
 from scheduler.core.rests import Rests
+from scheduler.core.round import FIGURES, Round
 from scheduler.core.tables import Tables
 from scheduler.errors import CallRefused
 from segue.ports.scheduler import Loaded, LoadFailed, Transfer, TransferResult, members_of, node_of
@@ -39,27 +40,6 @@ WARN_FAILURES = 3
 """A node that failed so many times in a row is worth a warning."""
 UPDATE = ""
 """Key of the rests between updates; the others are names of nodes."""
-
-
-class Round:
-    """One transfer: `expecting` have yet to load, `failed` could not and wait for the sender's word on why.
-
-    In a `joining` round the members had no weights, in a `first` one nobody had. `inflight` is how requests in flight cross.
-    """
-
-    def __init__(self, transfer: Transfer, members: list[Node], joining: bool, first: bool, inflight: str, now: float) -> None:
-        self.transfer = transfer
-        self.inflight = inflight
-        self.members = members
-        self.joining = joining
-        self.first = first
-        self.expecting = {node.name: node for node in members}
-        self.failed: list[Node] = []
-        self.loaded: list[str] = []
-        self.left: set[str] = set()
-        self.sent = False
-        self.reason = ""
-        self.began_at = now
 
 
 class Updates:
@@ -90,17 +70,7 @@ class Updates:
         self.rounds: dict[int, Round] = {}
         self.barren = 0
         self._blameless = 0
-        self.figures = {
-            "updates": 0.0,
-            "bytes": 0.0,
-            "gather_seconds": 0.0,
-            "transfers": 0.0,
-            "transfer_seconds": 0.0,
-            "loads": 0.0,
-            "stage_seconds": 0.0,
-            "drain_seconds": 0.0,
-            "pause_seconds": 0.0,
-        }
+        self.figures = dict.fromkeys(FIGURES, 0.0)
 
     # --- the newest version ---------------------------------------------------------------------------------------------
 

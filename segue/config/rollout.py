@@ -9,6 +9,9 @@ from pydantic import Field
 
 from segue.config.section import Section
 
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+"""vLLM's engine arguments that multiply to its number of workers."""
+
 
 class RolloutConfig(Section):
     """`[rollout]`: nodes, their engine, and the budgets of an episode."""
@@ -50,5 +53,5 @@ class RolloutConfig(Section):
     @property
     def ranks(self) -> int:
         """Processes of a node's engine that receive weights: each is a member of a transfer."""
-        sizes = [self.engine_args.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+        sizes = [self.engine_args.get(name, 1) for name in PARALLEL]
         return math.prod(size for size in sizes if isinstance(size, int) and size > 0)

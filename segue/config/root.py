@@ -289,7 +289,9 @@ def _check(config: Config, where: str) -> None:
         )
     if learner.minibatches > groups:
         refuse(f"sets learner.minibatches = {learner.minibatches} above batch.groups = {groups}: lower it.")
-    if config.update.inflight in ("turn", "episode") and config.update.drain_seconds >= config.update.deadline_seconds:
+    ways = {config.update.inflight, *(config.update.budget_inflight if config.update.policy == "budget" else ())}
+    drains = bool(ways & {"turn", "episode"})
+    if drains and config.update.drain_seconds >= config.update.deadline_seconds:
         refuse(
             f"sets update.drain_seconds = {config.update.drain_seconds:g}, not below update.deadline_seconds = "
             f"{config.update.deadline_seconds:g}, after which a node that still waits is fenced out: lower it."
@@ -334,7 +336,7 @@ def _check(config: Config, where: str) -> None:
             "set it to 2 or more, or to 0 for no probe."
         )
     if config.weightsync.staging == "none":
-        drains, patience = config.update.inflight in ("turn", "episode"), config.weightsync.deadline_seconds
+        patience = config.weightsync.deadline_seconds
         if drains and config.update.drain_seconds >= patience:
             refuse(
                 f"sets weightsync.staging = 'none', where a transfer waits while nodes drain, with update.drain_seconds = "
@@ -342,6 +344,18 @@ def _check(config: Config, where: str) -> None:
             )
     if config.weightsync.backend == "nccl" and not (learner.gpus and rollout.gpus):
         refuse("sets weightsync.backend = 'nccl' without learner.gpus and rollout.gpus: set both, or use backend = 'gloo'.")
+    shared = next(
+        (f"{name}.gpus = {gpus:g}" for name, gpus in (("learner", learner.gpus), ("rollout", rollout.gpus)) if gpus % 1), ""
+    )
+    if config.weightsync.backend == "nccl" and shared:
+        refuse(
+            f"sets weightsync.backend = 'nccl' with {shared}, and NCCL refuses two processes on one GPU: use backend = 'gloo'."
+        )
+    if 0 < rollout.gpus < rollout.ranks:
+        refuse(
+            f"sets rollout.gpus = {rollout.gpus:g}, and rollout.engine_args want a GPU for each of {rollout.ranks} workers: set "
+            f"rollout.gpus to {rollout.ranks}, or leave it out."
+        )
 
 
 def to_toml(config: Config) -> str:

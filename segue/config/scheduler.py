@@ -13,7 +13,7 @@ class TaskConfig(Section):
     """`[task]`: which environment suite the tasks come from."""
 
     env: str
-    """Environment suite: `search_qa`, `latency`, or the name of an installed one."""
+    """Environment suite: `search_qa`, `price_list`, `latency`, or one of your own as `module:function`."""
     train_tasks: int = Field(1024, ge=1)
     """Tasks to train on; the stream starts over after them."""
     args: dict[str, Any] = {}

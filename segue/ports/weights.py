@@ -146,7 +146,8 @@ class WeightSender(WeightSource, Protocol):
 
 
 class WeightReceiver(Protocol):
-    """One engine's end. `stage` returns when everything arrived and its checksums hold, or raises `TransferFailed`.
+    """One engine's end. `stage` returns when everything arrived and its checksums hold, or raises `TransferFailed`; `EngineDead`
+    where the engine's own processes are to receive and are gone.
 
     `open` is for an engine that is paused already: it returns when everybody takes part, before the first bucket comes. `rank` is
     that of the node's first member; others follow it (`segue.ports.scheduler.members_of`).

@@ -108,7 +108,7 @@ def test_a_loader_that_went_wrong_is_caught_before_a_token_is_sampled(
             await asyncio.sleep(0.1)
             assert isinstance(await w.update(drain_seconds=0.1), Loaded)
             await asyncio.sleep(0.1)
-            monkeypatch.setattr("rollout.embedded.engine.bind", wrong)
+            monkeypatch.setattr("rollout.embedded.control.bind", wrong)
             failed = await w.update(drain_seconds=0.1)
             sampled = node.engine.counts().decode_tokens
             assert isinstance(failed, LoadFailed) and failed.fatal

@@ -17,7 +17,7 @@ from node_world import Node, World, config, run
 from rollout.embedded import EmbeddedEngine
 from segue.clock import LogicalCompute
 from segue.episode import Task
-from segue.ports.scheduler import Drop, Loaded, Paused, Resumed, Transfer
+from segue.ports.scheduler import Drop, Loaded, ParkOrder, Paused, Resumed, Transfer
 from segue.trajectory import Author
 
 torch.set_num_threads(1)
@@ -46,12 +46,12 @@ class Receiver(FakeReceiver):
         return Staged(transfer.version, named(model), probe=probe_of(model, PROBE))
 
 
-async def start(w: World, folder: str, **options: Any) -> Node:
+async def start(w: World, folder: str, name: str = "rollout-0", **options: Any) -> Node:
     settings: dict[str, Any] = {"slots": 3, "max_tokens": 200, "decode_cost": 0.01, "prefill_cost_per_token": 0.0005}
     engine = EmbeddedEngine(
         folder, dtype="float32", device="cpu", compute=LogicalCompute(), tokenizer=made.words(), **{**settings, **options}
     )
-    return await w.add_node("rollout-0", engine=engine, receiver=Receiver(0.1))
+    return await w.add_node(name, engine=engine, receiver=Receiver(0.1))
 
 
 @pytest.mark.parametrize("updates", [5, pytest.param(50, marks=pytest.mark.full)])
@@ -175,5 +175,26 @@ def test_dropped_requests_are_in_the_ledger_too(folder: str) -> None:
             counts = node.engine.counts()
             assert node.shell._ledger.total == counts.prefill_tokens > 0 and node.shell._ledger.cached == counts.cached_tokens
             assert counts.running == counts.waiting == 0
+
+    run(main())
+
+
+def test_a_parked_episode_that_comes_back_finds_its_kv(folder: str) -> None:
+    """Not where it comes back to another node: that is a migration."""
+
+    async def main() -> None:
+        async with World(config(rollout={"max_tokens": 200, "max_turn_tokens": 12}), nodes=0) as w:
+            nodes = [await start(w, folder, name=f"rollout-{i}") for i in range(2)]
+            assert isinstance(await w.update(nodes[1], version=w.version), Loaded)
+            for episode, back in ((0, nodes[0]), (1, nodes[1])):
+                await w.lease(episode, node=nodes[0], task=Task("t", "talk", episode, {"turns": 4}), group=episode)
+                record = await w.scheduler.until(episode, lambda r: len(r.deltas) >= 4)
+                await w.scheduler.push(nodes[0].name, ParkOrder(episode, 1))
+                await w.scheduler.until(episode, lambda r: not r.leased)
+                assert record.parked == 1
+                await w.lease(episode, node=back)
+                await w.scheduler.finished(episode)
+            again = [node.shell._ledger.prefilled["migration"] for node in nodes]
+            assert again[0] == 0 < again[1], again
 
     run(main())

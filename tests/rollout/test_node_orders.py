@@ -23,8 +23,9 @@ def endless(request: GenerateRequest, index: int) -> int:
     return 20 + index % 7
 
 
-def nothing_held(w: World) -> None:
-    assert w.pool.instances == {} and w.node.engine._open == {} and w.node.engine._kv == {}
+def nothing_held(w: World, may_return: bool = False) -> None:
+    """KV of an episode that may come back stays until somebody needs the room."""
+    assert w.pool.instances == {} and w.node.engine._open == {} and (may_return or w.node.engine._kv == {})
     assert w.node.shell._running == {} and w.node.shell._gate.running == w.node.shell._gate.episodes == 0
 
 
@@ -41,7 +42,7 @@ def test_an_order_at_every_moment(order: str) -> None:
             await w.scheduler.until(0, lambda r: not r.leased)
             await until(lambda: not w.node.shell._running)
             await asyncio.sleep(1.0)
-            nothing_held(w)
+            nothing_held(w, may_return=bool(record.parked))
             if order == "park" and not record.finished:
                 assert w.node.engine.decoded == sum(int(b.log.mask.sum()) for b in record.bodies())
                 parked = next(e for e in w.scheduler.events if isinstance(e, Parked))

@@ -334,6 +334,20 @@ def test_weights_that_never_arrive_are_given_up_at_the_deadline() -> None:
     run(main())
 
 
+def test_an_engine_that_can_be_given_no_weights_any_more_ends_the_node() -> None:
+    """Nobody else would notice a node that has none yet: it would be tried again for ever."""
+
+    async def main() -> None:
+        async with World() as w:
+            w.node.receiver.error = EngineDead("its worker process ended")
+            failed = await w.update()
+            assert isinstance(failed, LoadFailed) and failed.fatal
+            with pytest.raises(EngineDead, match="version 2 could not be loaded: its worker process ended"):
+                await w.node.shell.run()
+
+    run(main())
+
+
 def test_an_abandoned_update_discards_what_it_staged() -> None:
     async def main() -> None:
         async with World() as w:

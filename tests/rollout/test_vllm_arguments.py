@@ -33,21 +33,25 @@ def test_known_arguments_pass_and_what_segue_sets_is_known_to_vllm() -> None:
 
 @with_vllm
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "value", "words"),
     [
         (
             "tensor_paralel_size",
+            2,
             ["rollout.engine_args.tensor_paralel_size", "did you mean rollout.engine_args.tensor_parallel_size?"],
         ),
-        ("zzzzzzzz", ["rollout.engine_args.zzzzzzzz", "leave it out"]),
-        ("max_num_seqs", ["rollout.engine_args.max_num_seqs", "set rollout.slots"]),
-        ("kv_transfer_config", ["rollout.engine_args.kv_transfer_config", "leave it out"]),
-        ("data_parallel_size", ["raise rollout.nodes"]),
+        ("zzzzzzzz", 1, ["rollout.engine_args.zzzzzzzz", "leave it out"]),
+        ("max_num_seqs", 1, ["rollout.engine_args.max_num_seqs", "set rollout.slots"]),
+        ("kv_transfer_config", 1, ["rollout.engine_args.kv_transfer_config", "leave it out"]),
+        ("data_parallel_size", 1, ["raise rollout.nodes"]),
+        ("nnodes", 2, ["rollout.engine_args.nnodes", "on one machine"]),
+        ("kv_cache_memory_bytes", "4GB", ["rollout.engine_args.kv_cache_memory_bytes = '4GB'", "whole number"]),
+        ("tensor_parallel_size", 0, ["rollout.engine_args.tensor_parallel_size = 0", "1 or more"]),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(name: str, words: list[str]) -> None:
+def test_a_wrong_argument_is_one_sentence(name: str, value: Any, words: list[str]) -> None:
     with pytest.raises(UserError) as refused:
-        check_arguments({name: 1})
+        check_arguments({name: value})
     assert all(word in str(refused.value) for word in words) and "\n" not in str(refused.value)
 
 

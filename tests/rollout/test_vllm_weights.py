@@ -241,7 +241,7 @@ async def test_half_loaded_weights_then_a_dead_worker(harness: VllmHarness, monk
             await hold.reached.wait()
             os.kill(core.pids()[-1], signal.SIGKILL)
             hold.go.set()
-            with pytest.raises(TransferFailed, match="n0 is gone: its worker process ended"):
+            with pytest.raises(EngineDead, match="n0 is gone: its worker process ended"):
                 await staging
             assert receiver.result is not None and receiver.result.missing == ["n0"]
             with pytest.raises(EngineDead):

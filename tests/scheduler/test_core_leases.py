@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from core_world import World, make_config, task
+from core_world import ModelLease, ModelNode, World, make_config, task
 
 from scheduler.core import events as e
 from scheduler.core.leases import progress_seconds
 from segue.episode import State
-from segue.ports.scheduler import Discarded
+from segue.ports.scheduler import Discarded, SliceUsed
 
 
 def opened(places: list[int], **sections: object) -> World:
@@ -35,6 +35,48 @@ def test_group_mates_begin_together_until_the_balance_is_off() -> None:
 def test_affinity_yields_when_its_node_is_much_fuller() -> None:
     world = opened([4, 4], group__size=4)
     assert by_node(world) == {"rollout-0": [0, 0, 0, 1], "rollout-1": [0, 1, 1, 1]}
+
+
+def parked_one(**sections: object) -> tuple[World, ModelNode, ModelNode, ModelLease]:
+    """Two full nodes; an evaluation had one episode of the first node parked, with its evaluation episode in its place."""
+    world = opened([4, 4], group__size=4, batch__groups=8, **sections)
+    first, second = world.nodes["rollout-0"], world.nodes["rollout-1"]
+    world.send(e.EvalStarted("now", [task(5)], 0.0))
+    lease = next(iter(first.leases.values()))
+    world.delta(first, lease, tokens=3)
+    world.send(SliceUsed(*lease.key))
+    assert lease.park
+    world.park(first, lease)
+    assert any(held.grant.purpose == "eval" for held in first.leases.values())
+    return world, first, second, lease
+
+
+def test_a_parked_episode_waits_for_the_node_that_has_its_prefix() -> None:
+    """Another node that gets a free place begins something else: the parked one would have to be computed again there."""
+    world, first, second, lease = parked_one()
+    world.finish(second, next(iter(second.leases.values())))
+    assert lease.grant.episode not in second.leases and len(second.leases) == 4
+    world.finish(first, next(held for held in first.leases.values() if held.grant.purpose == "train"))
+    assert first.leases[lease.grant.episode].grant.attempt == 2
+    assert world.tally("migrated", "parked") == 0
+
+
+def test_a_parked_episode_does_not_wait_for_a_home_that_is_much_fuller() -> None:
+    """It is full, and the other has one place of four free."""
+    world, first, second, lease = parked_one(scheduler__affinity_slack=0.2)
+    world.finish(second, next(iter(second.leases.values())))
+    assert lease.grant.episode in second.leases and lease.grant.episode not in first.leases
+    assert world.tally("migrated", "parked") == 1
+
+
+def test_without_affinity_the_next_free_place_is_anybodys() -> None:
+    world = opened([8, 8], group__size=4, scheduler__affinity=False)
+    assert by_node(world) == {"rollout-0": [0, 0, 1, 1, 2, 2, 3, 3], "rollout-1": [0, 0, 1, 1, 2, 2, 3, 3]}
+    world = opened([8, 8], group__size=4, scheduler__affinity_slack=0.0)
+    assert by_node(world) == by_node(opened([8, 8], group__size=4, scheduler__affinity=False)), (
+        "no slack at all comes to the same"
+    )
+    assert by_node(opened([8, 8], group__size=4, scheduler__affinity_slack=0.5))["rollout-0"] == [0, 0, 0, 0, 2, 2, 2, 2]
 
 
 def test_f52_equal_nodes_take_turns() -> None:

@@ -106,6 +106,22 @@ def sentence(*overrides: str) -> str:
             ["weightsync.staging=none", "update.inflight=turn", "update.drain_seconds=40"],
             ["weightsync.staging = 'none'", "update.drain_seconds = 40", "weightsync.deadline_seconds = 30", "lower it"],
         ),
+        (
+            ["update.policy=budget", 'update.budget_inflight=["turn"]', "update.drain_seconds=60"],
+            ["update.drain_seconds = 60", "update.deadline_seconds = 60", "lower it"],
+        ),
+        (
+            ["weightsync.staging=none", "update.policy=budget", 'update.budget_inflight=["turn"]', "update.drain_seconds=40"],
+            ["weightsync.staging = 'none'", "update.drain_seconds = 40", "lower it"],
+        ),
+        (
+            ["weightsync.backend=nccl", "learner.gpus=1", "rollout.gpus=0.5"],
+            ["weightsync.backend = 'nccl'", "rollout.gpus = 0.5", "use backend = 'gloo'"],
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.gpus=1", "rollout.engine_args.tensor_parallel_size=2"],
+            ["rollout.gpus = 1", "each of 2 workers", "set rollout.gpus to 2"],
+        ),
         (["weightsync.backend=nccl"], ["weightsync.backend = 'nccl'", "learner.gpus and rollout.gpus", "backend = 'gloo'"]),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) and "=" in value[0] else "",

@@ -22,6 +22,15 @@ def test_nodes_and_ranks_get_equal_shares_and_nccl_only_whole_gpus(gpus: int, sh
     assert (result.rollout.gpus, result.learner.gpus, result.weightsync.backend) == (share, share, backend)
 
 
+def test_every_worker_of_an_engine_gets_a_gpu_of_its_own() -> None:
+    engine = {"engine": "vllm", "engine_args": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}
+    two_by_four = config().model_copy(update={"rollout": config().rollout.model_copy(update=engine)})
+    result = with_devices(two_by_four, 9)
+    assert (result.rollout.gpus, result.learner.gpus, result.weightsync.backend) == (4.0, 1.0, "nccl")
+    with pytest.raises(UserError, match=r"2 rollout nodes of 4 workers each .* need 9 GPUs, and this machine has 8: lower"):
+        with_devices(two_by_four, 8)
+
+
 def test_what_the_config_says_stands() -> None:
     assert with_devices(config(device="cpu"), 8) == config(device="cpu")
 

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from learner.model import load_model
 from rollout.embedded.support import open_config, open_model
 from segue.errors import UserError
+from segue.model_folder import check_weight_files
 
 torch.set_num_threads(1)
 Weights = dict[str, torch.Tensor]
@@ -95,3 +96,45 @@ def test_what_is_absent_or_there_on_purpose_is_fine(
     assert [r.getMessage() for r in caplog.records if r.name == "segue.model_folder"] == [
         f"{tmp_path} has weights that the model does not use: v_head.weight"
     ]
+
+
+# --- files ---------------------------------------------------------------------------------------------------------------
+
+
+def weights(path: Path) -> bytes:
+    """A small safetensors file, as its own library writes it; returns its bytes."""
+    save_file({"a": torch.arange(6.0), "b": torch.zeros(2, 3)}, path)
+    return path.read_bytes()
+
+
+def test_whole_weights_pass_in_one_file_or_several(tmp_path: Path) -> None:
+    check_weight_files(tmp_path)
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        weights(tmp_path / name)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_weight_files(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match=r"are not whole \(model-00002-of-00002.safetensors is missing\): copy it again whole"):
+        check_weight_files(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(UserError, match=r"index.json is damaged, which says where the weights are: copy it again"):
+        check_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 60, -1])
+def test_weights_cut_short_are_one_sentence_before_anything_starts(tmp_path: Path, keep: int) -> None:
+    """At every place: in the length, in the header, in the last tensor."""
+    path = tmp_path / "model.safetensors"
+    whole = weights(path)
+    path.write_bytes(whole[:keep])
+    with pytest.raises(UserError) as refused:
+        check_weight_files(tmp_path)
+    assert str(refused.value).startswith(f"The weights in {path} are cut short ({len(whole[:keep])} bytes of at least ")
+    assert str(refused.value).endswith("): copy it again whole, or name another folder in model.path.")
+
+
+def test_weights_that_are_something_else_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((9).to_bytes(8, "little") + b"not JSON!" + bytes(100))
+    with pytest.raises(UserError, match=r"are damaged \(their header cannot be read\): copy it again whole"):
+        check_weight_files(tmp_path)

@@ -3,9 +3,11 @@
 import gc
 import threading
 
+import pytest
 import torch
 
-from weightsync.memory import Arena
+from weightsync.memory import Arena, Landing
+from weightsync.worker import _read_here
 
 
 def test_memory_is_used_again_only_when_the_last_view_of_it_has_gone() -> None:
@@ -57,3 +59,26 @@ def test_many_threads_never_share_a_buffer() -> None:
     for thread in threads:
         thread.join()
     assert not wrong and arena.spare_bytes() <= 2 * 4 * 4096  # each holds its last one while it takes the next
+
+
+def test_work_is_queued_on_the_gpu_at_either_end() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    assert Landing(cpu).works_on == cpu and Landing(cpu, gpu, pinned=True).works_on == gpu
+    assert Landing(gpu).works_on == Landing(gpu, cpu).works_on == gpu
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_of_a_gpu_is_not_written_before_its_reader_is_done() -> None:
+    """What a loader has queued may still wait when the last view of a bucket goes."""
+    copy, side = torch.empty(1 << 24, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        bucket = torch.full((1 << 24,), 7, dtype=torch.uint8, device="cuda")
+    side.synchronize()
+    torch.cuda._sleep(1 << 28)
+    for _, tensor in _read_here({"a": bucket}):
+        copy.copy_(tensor, non_blocking=True)
+    del bucket, tensor
+    with torch.cuda.stream(side):
+        torch.full((1 << 24,), 9, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    assert copy.unique().tolist() == [7]

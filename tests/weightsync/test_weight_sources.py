@@ -2,11 +2,13 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 from weightsync_processes import BEYOND, WATCHDOG, deliver, started
 from weightsync_support import (
+    GENEROUS,
     SOURCES,
     Gauged,
     assert_weights,
@@ -17,12 +19,13 @@ from weightsync_support import (
     transfer_to,
 )
 
-from segue.ports.scheduler import TransferResult
+from segue.ports.scheduler import Transfer, TransferResult
 from segue.ports.weights import FurtherSource
 from weightsync.receiver import TorchReceiver
 from weightsync.sender import TorchSender
 from weightsync.source import TorchSource
 from weightsync.staged import Staged
+from weightsync.store import Channel
 
 MEMBERS = ["n0", "n1"]
 
@@ -84,6 +87,28 @@ async def test_a_source_that_lags_behind_is_waited_for(ranks: Ranks) -> None:
     assert not running.done()
     publish_share(ranks.source, 0)
     assert_delivered(*await running, 0)
+
+
+async def test_orders_that_overtake_each_other_are_both_obeyed(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update and a join run side by side, in threads of their own: the later one's order may be there first."""
+    order, later = Channel.order, threading.Event()
+
+    def overtaken(channel: Channel, name: str, transfer: Transfer) -> None:
+        if transfer.transfer == 0:
+            assert later.wait(GENEROUS)
+        order(channel, name, transfer)
+        if transfer.transfer == 1:
+            later.set()
+
+    monkeypatch.setattr(Channel, "order", overtaken)
+    for rank in (ranks.sender, ranks.source):
+        publish_share(rank, 0)
+    both = [
+        deliver(ranks.sender, [receiver], transfer_to(ranks.sender.address, [name], number, 0, number + 1))
+        for number, (name, receiver) in enumerate(zip(MEMBERS, ranks.receivers, strict=True))
+    ]
+    for result, ends in await asyncio.gather(*both):
+        assert_delivered(result, ends, 0)
 
 
 async def test_a_source_without_the_step_and_one_with_another_layout_are_named(ranks: Ranks) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import pytest
 import torch
 from weightsync_support import GENEROUS, Gauged, make_sender, transfer_to, weights
 
+from segue.ports.engine import EngineDead
 from segue.ports.scheduler import Transfer, members_of, node_of
 from segue.ports.weights import TransferFailed, WorkerWeights
 from weightsync.group import BroadcastGroup
@@ -142,6 +144,39 @@ async def test_without_staging_buckets_arrive_as_they_are_loaded(broken: bool, m
         assert again.ok and isinstance(staged, WorkerWeights)
 
 
+async def test_a_load_that_waits_for_a_bucket_ends_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process's main thread must not be left waiting for what nobody hands over any more."""
+    begin, submit = BroadcastGroup.begin, asyncio.run_coroutine_threadsafe
+    halted, asked, asks = threading.Event(), threading.Event(), itertools.count(1)
+    sent = itertools.count()
+
+    def halting(group: BroadcastGroup, *args: Any) -> Any:
+        if group.rank == 0 and next(sent) == 1:
+            assert halted.wait(GENEROUS)
+        return begin(group, *args)
+
+    def asking(*args: Any) -> Any:
+        future = submit(*args)
+        if next(asks) == 2:
+            asked.set()
+        return future
+
+    monkeypatch.setattr(BroadcastGroup, "begin", halting)
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", asking)
+    async with world() as (sender, engine):
+        transfer = transfer_to(sender.address, ["n0"], number=0, step=0)
+        sending = asyncio.ensure_future(sender.send(transfer))
+        handle = await engine.receiver.open(transfer, 1)
+        load = asyncio.ensure_future(asyncio.to_thread(lambda: list(engine.ends[0].tensors(0))))
+        assert await asyncio.to_thread(asked.wait, GENEROUS)
+        await asyncio.to_thread(engine.ends[0].close)
+        with pytest.raises(TransferFailed, match="n0 was closed while weights arrived"):
+            await load
+        handle.close()
+        halted.set()
+        assert not (await sending).ok
+
+
 def test_names_of_members() -> None:
     assert members_of("rollout-3", 1) == ["rollout-3"]
     assert members_of("rollout-3", 2) == ["rollout-3/0", "rollout-3/1"]
@@ -195,9 +230,9 @@ async def test_a_worker_that_ends_or_cannot_be_reached_is_a_sentence() -> None:
         waiting = asyncio.ensure_future(engine.receiver.stage(transfer_to(sender.address, members, number=0, step=0), 1))
         await engine.connected.wait()
         await asyncio.to_thread(engine.ends[1].close)
-        with pytest.raises(TransferFailed, match="n0/1 is gone: its worker process ended"):
+        with pytest.raises(EngineDead, match="n0/1 is gone: its worker process ended"):
             await waiting
-        with pytest.raises(TransferFailed, match="n0/1 is gone"):
+        with pytest.raises(EngineDead, match="n0/1 is gone"):
             await engine.receiver.stage(transfer_to(sender.address, members, number=1, step=0), 1)
 
 
