@@ -1,4 +1,4 @@
-"""What only a baseline has: a barrier over the whole batch before every turn ("batch-level" interaction of agent and environment).
+"""What only a baseline has: a barrier over the whole batch before every turn (interaction by "batch").
 
 A wrapper around a pool's workers. An observation that another turn follows on is held back until every episode of the batch that
 goes on has its own. It makes sense in sync mode alone, where the episodes under way are one batch, all of which run at once;

@@ -67,7 +67,8 @@ class PoolShell:
         self._outboxes: dict[str, Outbox] = {}
         self._raised = RaisedLog(name)
         self._core: Pool | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None  # no TimerHandle from uvloop, where the time has come already
+        self._timer_due = 0.0
         self._ready: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
 
@@ -179,10 +180,11 @@ class PoolShell:
 
     def _arm(self) -> None:
         due = self._core.next_deadline() if self._core is not None else None
-        if due is None or (self._timer is not None and self._timer.when() <= due):
+        if due is None or (self._timer is not None and self._timer_due <= due):
             return  # a timer that fires too early looks again
         if self._timer is not None:
             self._timer.cancel()
+        self._timer_due = due
         self._timer = asyncio.get_running_loop().call_at(due, self._tick)
 
     def _tick(self) -> None:

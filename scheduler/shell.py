@@ -93,7 +93,8 @@ class SchedulerShell:
         self._commits = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None  # no TimerHandle from uvloop, where the time has come already
+        self._timer_due = 0.0
         self._spilling = False
         self._exported_at = float("-inf")
         self._cut: tuple[int, bytes] | None = None
@@ -208,11 +209,12 @@ class SchedulerShell:
         """One timer, at the core's next deadline."""
         due = self.core.next_deadline()
         if self._timer is not None:
-            if due == self._timer.when():
+            if due == self._timer_due:
                 return
             self._timer.cancel()
             self._timer = None
         if due is not None and not self.failed:
+            self._timer_due = due
             self._timer = asyncio.get_running_loop().call_at(due, self._due)
 
     def _due(self) -> None:

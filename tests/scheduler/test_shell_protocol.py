@@ -12,7 +12,7 @@ import pytest
 from shell_world import Channel, ShellWorld, run
 
 from segue import wire
-from segue.clock import now
+from segue.clock import LogicalLoop, now
 from segue.episode import log_checksum
 from segue.errors import RunFailed, UserError
 from segue.ports import scheduler as port
@@ -91,6 +91,32 @@ def delta(lease: port.Lease, seq: int, payload: bytes = b"payload", version: int
 def finish(lease: port.Lease, payloads: list[bytes], checksum: int | None = None) -> port.Finish:
     value = log_checksum(payloads) if checksum is None else checksum
     return port.Finish(lease.episode, lease.attempt, len(payloads), "terminated", len(payloads), 0.0, value, 1.0)
+
+
+def test_a_deadline_that_has_passed_is_armed_once_on_any_loop(tmp_path: Path) -> None:
+    """uvloop's `call_at` gives a handle without a time where the time has come already; a busy machine is late for a deadline."""
+
+    class Loop(LogicalLoop):
+        def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]
+            if when <= self.time():
+                return self.call_soon(callback, *args, context=context)
+            return super().call_at(when, callback, *args, context=context)
+
+    async def course() -> None:
+        world, _ = await ready(tmp_path)
+        shell = world.shell
+        shell.core.tables.timers.arm("rest", "rollout-9", now() - 1.0)
+        shell._arm()
+        first = shell._timer
+        assert not hasattr(first, "when")
+        shell._arm()
+        assert shell._timer is first, "it is armed already"
+        await asyncio.sleep(0.1)
+        assert shell._timer is not first and not shell.failed
+        await world.stop()
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(course())
 
 
 # --- exchanges --------------------------------------------------------------------------------------------------------
