@@ -33,9 +33,10 @@ class Figures:
         for cause, tokens in self._ledger.prefilled.items():
             seconds = self._ledger.seconds[cause]
             known = self._reported_causes.get(cause, (0, 0.0))
-            metrics.add("segue_prefill_tokens_total", tokens - known[0], cause=cause)
-            metrics.add("segue_prefill_seconds_total", seconds - known[1], cause=cause)
-            self._reported_causes[cause] = tokens, seconds
+            if known != (tokens, seconds):
+                metrics.add("segue_prefill_tokens_total", tokens - known[0], cause=cause)
+                metrics.add("segue_prefill_seconds_total", seconds - known[1], cause=cause)
+                self._reported_causes[cause] = tokens, seconds
             figures[f"prefill_{cause}"], figures[f"seconds_{cause}"] = float(tokens), seconds
         return figures | {
             "prefill_tokens": float(engine.prefill_tokens),

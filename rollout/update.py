@@ -193,7 +193,10 @@ class Updater:
 
     def _rank(self, order: BeginUpdate) -> int:
         """Of the first member that is this node's; others follow it."""
-        nodes = [node_of(member) for member in order.transfer.members]
+        members = order.transfer.members
+        if self._name in members:
+            return members.index(self._name) + 1
+        nodes = [node_of(member) for member in members]
         if self._name not in nodes:
             raise NotLoaded("transfer", f"{self._name} is no member of transfer {order.transfer.transfer}")
         return nodes.index(self._name) + 1

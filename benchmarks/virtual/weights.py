@@ -49,11 +49,17 @@ class NotSent(Exception):
 
 
 class _Meeting:
-    """The members that came to a transfer, each with the future of what it stages."""
+    """The members that came to a transfer, each with the future of what it stages; `expected`: how many the sender waits for."""
 
     def __init__(self) -> None:
         self.seats: dict[str, asyncio.Future[Staged]] = {}
         self.came = asyncio.Event()
+        self.expected = 0
+
+    def take(self, member: str, seat: asyncio.Future[Staged]) -> None:
+        self.seats[member] = seat
+        if len(self.seats) >= self.expected:
+            self.came.set()
 
 
 class Hub:
@@ -76,6 +82,7 @@ class Hub:
     async def send(self, transfer: Transfer) -> TransferResult:
         """The sender's part; never raises for a member, and returns by the deadline."""
         meeting, began = self.meeting(transfer.transfer), now()
+        meeting.expected = len(transfer.members)
         missing: list[str] = []
         try:
             async with asyncio.timeout(transfer.deadline_seconds):
@@ -85,6 +92,7 @@ class Hub:
                 began = now()
                 await asyncio.sleep(self._model.seconds + self._model.seconds_per_member * len(transfer.members))
         except TimeoutError:
+            missing = [name for name in missing if name not in meeting.seats]
             reason = f"{len(missing)} members did not come" if missing else "it took longer than its deadline"
             return self._conclude(transfer, meeting, missing or list(transfer.members), reason, 0.0)
         left = [name for name in transfer.members if meeting.seats[name].done()]
@@ -119,8 +127,8 @@ class ModelledReceiver:
             raise NotSent(f"transfer {transfer.transfer}: {why}")
         self.close()
         meeting = self._hub.meeting(transfer.transfer)
-        seat = self._seat = meeting.seats[self._name] = asyncio.get_running_loop().create_future()
-        meeting.came.set()
+        seat = self._seat = asyncio.get_running_loop().create_future()
+        meeting.take(self._name, seat)
         try:
             async with asyncio.timeout(transfer.deadline_seconds):
                 return await asyncio.shield(seat)

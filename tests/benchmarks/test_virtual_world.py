@@ -158,6 +158,7 @@ def test_two_runs_of_one_seed_agree_to_the_last_bit_and_another_seed_does_not() 
     assert msgspec.json.encode(play(small(config={"seed": 1})).lines) != msgspec.json.encode(first.lines)
 
 
+@pytest.mark.full
 def test_ten_times_the_steps_leave_no_more_behind(tmp_path: Path) -> None:
     def left(steps: int) -> dict[str, int]:
         async def work() -> VirtualCluster:
@@ -196,6 +197,7 @@ def test_failing_environments_cost_attempts_and_nothing_else() -> None:
     assert len(ran.lines) == 6
 
 
+@pytest.mark.full
 def test_lengths_in_units_of_several_tokens_reach_nearly_the_same() -> None:
     fine, _ = measure(small(config={"steps": 9}), ceilings=False)
     coarse, _ = measure(small(config={"steps": 9}, unit=4), ceilings=False)
@@ -203,6 +205,7 @@ def test_lengths_in_units_of_several_tokens_reach_nearly_the_same() -> None:
     assert coarse.step_seconds.mean == pytest.approx(fine.step_seconds.mean, rel=0.25)
 
 
+@pytest.mark.full
 def test_efficiency_is_below_its_ceilings_and_sync_far_below_async() -> None:
     quick = {"learner": {"step_seconds": 10.0}}
     asynchronous, _ = measure(small(config={"steps": 9}, **quick))
