@@ -132,7 +132,8 @@ async def test_a_context_cut_short_counts_as_far_as_it_was_filled(harness: VllmH
         await engine.load(2, harness.staged(2, True))
         await engine.resume(epoch)
         whole = await frozen.task
-    assert cut and all(0 < n < 189 for n in cut), "they were cut in the middle"
+    assert all(0 < n <= 189 for n in cut)
+    assert any(n < 189 for n in cut), "one at least was cut in the middle (a slow machine hears of the step after it is over)"
     (admission,) = whole.admissions
     assert (admission.context, admission.cached, admission.lost) == (189, 0, "weight_update" if len(cut) > 1 else "")
     assert engine.counts().prefill_tokens == sum(cut) + 189
