@@ -177,9 +177,7 @@ class Updater:
         staged = await self._stage(order, rank, deadline) if self._staged else None
         stage_seconds = now() - began
         version = order.transfer.version
-        if (
-            staged is not None and self._engine.version == version
-        ):  # a node that joined again under a new session may hold it already
+        if staged is not None and self._engine.version == version:  # held already: the node joined again under a new session
             return Loaded(order.update, version, stage_seconds, 0.0, 0.0)
         self._clock.enter("stage")
         began = now()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from segue.errors import UserError
+from segue.ports.scheduler import Transfer
 from weightsync.crew import Deadline
 
 BACKENDS = ("gloo", "nccl")
@@ -83,11 +84,9 @@ def device_stream(device: torch.device) -> AbstractContextManager[Any]:
 def build_group(
     backend: str,
     store: dist.Store,
+    transfer: Transfer,
     *,
-    group: int,
     source: int,
-    transfer: int,
-    members: Sequence[str],
     rank: int,
     host: str,
     device: torch.device,
@@ -97,8 +96,8 @@ def build_group(
 
     `host` is the address under which the others reach this process (gloo).
     """
-    prefixed = dist.PrefixStore(f"{group_prefix(group, transfer)}/{source}", store)
-    world = len(members) + 1
+    prefixed = dist.PrefixStore(f"{group_prefix(transfer.group, transfer.transfer)}/{source}", store)
+    world = len(transfer.members) + 1
     try:
         if backend == "gloo":
             made: Any = _gloo(prefixed, rank, world, host, deadline)
@@ -106,7 +105,7 @@ def build_group(
             made = _nccl(prefixed, rank, world, device, deadline)
     except RuntimeError as error:
         raise GroupError(_brief(error)) from error
-    return BroadcastGroup(group, source, members, rank, made, device)
+    return BroadcastGroup(transfer.group, source, transfer.members, rank, made, device)
 
 
 def _gloo(store: dist.Store, rank: int, world: int, host: str, deadline: Deadline) -> Any:

@@ -181,10 +181,8 @@ class Sending:
                 self._group = build_group(
                     means.backend,
                     store,
-                    group=transfer.group,
+                    transfer,
                     source=0,
-                    transfer=transfer.transfer,
-                    members=transfer.members,
                     rank=0,
                     host=means.host,
                     device=means.device,

@@ -111,10 +111,8 @@ class Sourcing:
                 self._group = build_group(
                     means.backend,
                     store,
-                    group=transfer.group,
+                    transfer,
                     source=means.number,
-                    transfer=transfer.transfer,
-                    members=transfer.members,
                     rank=0,
                     host=means.host,
                     device=means.device,

@@ -203,10 +203,8 @@ class Staging:
                 build_group(
                     means.backend,
                     store,
-                    group=transfer.group,
+                    transfer,
                     source=source,
-                    transfer=transfer.transfer,
-                    members=transfer.members,
                     rank=self._rank,
                     host=local_address(transfer.address),
                     device=means.landing.device,

@@ -99,9 +99,10 @@ def build_engine(
     tokenizer: Any = None,
     engine_args: Mapping[str, Any] | None = None,
     start_seconds: float = 600.0,
+    staged: bool = True,
 ) -> VllmEngine:
     """An engine that is ready to be started. `score_tokens`: of the longest sequence that is ever scored; `worker_extension`: see
-    `engine_arguments`. Raises `UserError`."""
+    `engine_arguments`; `staged`: new weights wait beside those that run. Raises `UserError`."""
     given = dict(engine_args or {})
     check_arguments(given)
     config = open_config(path, max_tokens)
@@ -120,7 +121,8 @@ def build_engine(
     model = meta_model(config, dtype)
     if device == "cpu":
         total = psutil.virtual_memory().total
-        check_memory(path, weights=weight_bytes(model), kv=int(arguments["kv_cache_memory_bytes"]), total=total)
+        kv = int(arguments["kv_cache_memory_bytes"])
+        check_memory(path, weights=weight_bytes(model), kv=kv, total=total, staged=staged)
     set_environment(device, threads)
     from rollout.vllm.core import Core  # only now: vLLM reads its environment when it is imported
     from rollout.vllm.engine import VllmEngine

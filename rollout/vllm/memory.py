@@ -14,14 +14,15 @@ def weight_bytes(model: torch.nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
 
 
-def check_memory(path: str, *, weights: int, kv: int, total: int) -> None:
-    """Raises `UserError` if the weights, twice (new ones arrive beside the old), and the KV memory are more than the machine has.
+def check_memory(path: str, *, weights: int, kv: int, total: int, staged: bool) -> None:
+    """Raises `UserError` if the weights, twice where they are `staged` beside the old, and KV are more than the machine has.
 
     All in bytes. Other processes, other nodes among them, take their share too: what passes here may still be too much.
     """
-    if 2 * weights + kv > total:
+    if (1 + staged) * weights + kv > total:
+        again = ", as much again while new weights come in (weightsync.staging = 'none' spares that)" if staged else ""
         raise UserError(
-            f"The model in {path} takes {weights / GB:.1f} GB, as much again while new weights come in, and KV memory another "
-            f"{kv / GB:.1f} GB, but this machine has {total / GB:.1f} GB: use a smaller model, or lower "
+            f"The model in {path} takes {weights / GB:.1f} GB{again}, and KV memory another {kv / GB:.1f} GB, but this machine "
+            f"has {total / GB:.1f} GB: use a smaller model, or lower "
             "rollout.engine_args.kv_cache_memory_bytes, rollout.slots or rollout.max_tokens."
         )

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import numpy as np
+
 HALF_LIFE = 500
 """Steps. Speeds drift with the length of contexts; a step in hundreds is mixed."""
 REFIT = 8
@@ -54,33 +56,17 @@ class Pace:
 def nonnegative(xx: list[Vector], xy: Vector) -> Vector:
     """The x ≥ 0 that minimises xᵀ·xx·x − 2·xyᵀ·x, by trying which of its components are zero."""
     best, least = [0.0] * len(xy), 0.0
+    scale = np.sqrt(np.maximum(np.diag(xx), 1e-300))  # tokens are thousands where rows are a few
+    gram, target = np.array(xx) / np.outer(scale, scale), np.array(xy) / scale
     for size in range(1, len(xy) + 1):
         for chosen in combinations(range(len(xy)), size):
-            part = _solve([[xx[i][j] for j in chosen] for i in chosen], [xy[i] for i in chosen])
-            if part is None or min(part) < 0.0:
+            some = list(chosen)
+            part = np.linalg.lstsq(gram[np.ix_(some, some)], target[some], rcond=1e-9)[0]
+            if part.min() < 0.0:
                 continue
-            value = -sum(x * xy[i] for x, i in zip(part, chosen, strict=True))  # at a minimum xᵀ·xx·x is xyᵀ·x
+            value = -float(part @ target[some])  # at a minimum xᵀ·xx·x is xyᵀ·x
             if value < least:
                 best, least = [0.0] * len(xy), value
-                for x, i in zip(part, chosen, strict=True):
-                    best[i] = x
+                for x, i in zip(part, some, strict=True):
+                    best[i] = float(x / scale[i])
     return best
-
-
-def _solve(a: list[Vector], b: Vector) -> Vector | None:
-    """Gauss with pivots; None for a matrix that is singular, or nearly so."""
-    n = len(b)
-    rows = [[*row, y] for row, y in zip(a, b, strict=True)]
-    scale = [max(abs(rows[i][i]), 1e-300) for i in range(n)]
-    for k in range(n):
-        pivot = max(range(k, n), key=lambda i: abs(rows[i][k]))
-        rows[k], rows[pivot] = rows[pivot], rows[k]
-        if abs(rows[k][k]) <= 1e-9 * scale[k]:
-            return None
-        for i in range(k + 1, n):
-            factor = rows[i][k] / rows[k][k]
-            rows[i] = [x - factor * y for x, y in zip(rows[i], rows[k], strict=True)]
-    x = [0.0] * n
-    for k in reversed(range(n)):
-        x[k] = (rows[k][n] - sum(rows[k][j] * x[j] for j in range(k + 1, n))) / rows[k][k]
-    return x

@@ -33,6 +33,8 @@ NEEDED = ("gguf", "accelerate")
 TEMPLATE = "chat_template.jinja"
 _CODE = "segue/cluster/gguf.py"
 _WHOLE = ("config.json", "tokenizer_config.json")
+CONVERSION_SECONDS = 3600.0
+"""For the child that converts a GGUF file: far more than any model takes that a CPU can train."""
 
 
 def check_model(config: Config) -> None:
@@ -177,7 +179,15 @@ def _convert_in_child(gguf: Path) -> Path:
     """Convert it in a process of its own: it loads torch, and a broken file may end it."""
     end_with_us = functools.partial(die_with_parent, os.getpid())
     command = [sys.executable, "-m", "segue.cluster.gguf", str(gguf)]
-    child = subprocess.run(command, check=False, preexec_fn=end_with_us, capture_output=True, text=True)
+    try:
+        child = subprocess.run(
+            command, check=False, preexec_fn=end_with_us, capture_output=True, text=True, timeout=CONVERSION_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"The conversion of {gguf} was not done within {CONVERSION_SECONDS:g} s, and was ended: use a faster disk or a "
+            "smaller model."
+        ) from None
     try:
         answer = json.loads(child.stdout)
     except ValueError:

@@ -247,6 +247,7 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
             engine_args=rollout.engine_args,
             worker_extension="segue.cluster.vllm_worker.Extension",
             start_seconds=0.9 * config.cluster.start_seconds,  # before the driver loses patience: the engine knows what it lacks
+            staged=config.weightsync.staging != "none",
         )
     from rollout.embedded import EmbeddedEngine
 

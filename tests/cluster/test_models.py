@@ -242,6 +242,10 @@ def test_a_conversion_that_ends_badly_says_so(tmp_path: Path, monkeypatch: pytes
     write_gguf(file, seed=1, architecture="nosuchthing")
     with pytest.raises(UserError, match=r"The GGUF file .*odd\.gguf cannot be converted \(.*nosuchthing.*\): name another model"):
         convert(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "CONVERSION_SECONDS", 0.01)
+        with pytest.raises(UserError, match=r"The conversion of .* was not done within 0\.01 s, and was ended"):
+            make_model(config(file))
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(UserError, match=r"The conversion of .* ended \(exit code 1; it said nothing\): free memory, or check"):
         make_model(config(file))

@@ -204,11 +204,13 @@ def test_what_is_installed_here_is_what_pyproject_names() -> None:
 
 
 def test_a_model_that_the_machine_cannot_hold_is_refused_before_it_starts() -> None:
-    check_memory("/m", weights=3 << 30, kv=1 << 30, total=16 << 30)
+    check_memory("/m", weights=3 << 30, kv=1 << 30, total=16 << 30, staged=True)
+    check_memory("/m", weights=3 << 30, kv=4 << 30, total=8 << 30, staged=False)
     with pytest.raises(UserError) as refused:
-        check_memory("/m", weights=3 << 30, kv=4 << 30, total=8 << 30)
+        check_memory("/m", weights=3 << 30, kv=4 << 30, total=8 << 30, staged=True)
     assert str(refused.value) == (
-        "The model in /m takes 3.0 GB, as much again while new weights come in, and KV memory another 4.0 GB, "
+        "The model in /m takes 3.0 GB, as much again while new weights come in (weightsync.staging = 'none' spares that), "
+        "and KV memory another 4.0 GB, "
         "but this machine has 8.0 GB: use a smaller model, or lower "
         "rollout.engine_args.kv_cache_memory_bytes, rollout.slots or rollout.max_tokens."
     )
