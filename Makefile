@@ -1,6 +1,10 @@
 # See README.md. Every target makes the environment first if it is missing or out of date; vLLM is part of it (2 GB on a CPU).
 PY := .venv/bin/python
 
+# Some machines ask Python to keep no compiled modules; the tests start hundreds of processes, and reading the sources each time
+# takes twice as long as what they then do.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Tests that start no processes share the cores. Those that start whole runs come two files at a time: a run fills a core or two, and
 # waits for its processes to start half of the time.
 FAST := -m "not processes and not full" -n logical --maxprocesses 4 --dist loadfile
