@@ -1,6 +1,7 @@
 """What holds for every test."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads beside another busy process are far slower
 
@@ -9,3 +10,10 @@ from hypothesis import HealthCheck, settings
 # A slow machine is no failure: no deadline per example, and no health check of how fast examples come.
 settings.register_profile("segue", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("segue")
+
+# Tests send these to themselves and to what they start; a command in the background of a shell, or under nohup, ignores them, and
+# so would whatever it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -86,7 +86,7 @@ REQUESTS = st.lists(
 PAUSES = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(PauseMode), st.booleans()), max_size=5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(requests=REQUESTS, pauses=PAUSES, slots=st.integers(1, 3), chunk=st.integers(1, 5))
 def test_however_often_it_is_interrupted_the_result_is_the_same(
     folder: str, requests: list[Any], pauses: list[Any], slots: int, chunk: int

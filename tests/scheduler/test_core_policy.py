@@ -221,7 +221,7 @@ def test_every_is_untouched_by_any_bill(share: float) -> None:
     assert world.tally("updates", "recompute") == 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_coalescing_reduces_updates_and_never_stalls(data: st.DataObject) -> None:
     """The same course under both policies: under a budget no more updates, as many batches, and never η steps behind or more."""
