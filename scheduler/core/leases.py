@@ -81,6 +81,7 @@ class Leases:
         t.nodes.remove(node)
         t.timers.disarm(LEASE, node.name)
         t.tally.count("fenced", reason)
+        t.fences[node.name] = reason
         t.out.append(Fence(node.name, node.session, reason))
         why = "fenced" if reason in ("update_deadline", "load_failed") else "node_lost"
         t.lost.extend((episode, FailureClass.INFRA, why) for episode in node.leased.values())

@@ -47,3 +47,4 @@ class Tables:
         self.sharing: list[Node] = []
         self.parks_ordered = 0
         self.stopped = ""
+        self.fences: dict[str, str] = {}

@@ -68,7 +68,7 @@ class RoleActor:
         """Ends when the role does: `Done`, or the `Failure` it ended with."""
         assert self._host is not None
         try:
-            await self._host.role.run()
+            await self._host.run()
         except asyncio.CancelledError:
             raise
         except Exception as error:

@@ -6,11 +6,13 @@ throws its own away.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 from segue.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+_DAY = 86_400.0
 
 
 def cache_root() -> Path:
@@ -38,6 +41,7 @@ def make_folder(folder: Path, recipe: dict[str, Any], whole: Callable[[Path], bo
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder.parent)
         aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
     except OSError as error:
         raise _unwritable(folder, error) from None
@@ -59,6 +63,14 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
         f"The {what} cannot be written to {folder.parent} ({reason}): free space there, "
         "or set SEGUE_CACHE to a folder you can write to."
     )
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what was left by processes that were ended in the middle: nothing takes a day to be made."""
+    for left in parent.glob("*.partial"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _DAY:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _move(aside: Path, folder: Path, whole: Callable[[Path], bool]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -98,6 +99,7 @@ class Driver:
         self._ends: dict[asyncio.Task[Any], _Actor] = {}
         self._restarts: set[asyncio.Task[Any]] = set()
         self._silent: set[str] = set()
+        self._starting: set[str] = set()
         self._pool_restarts = 0
         self._rendezvous = ""
         self._interrupted = asyncio.Event()
@@ -179,10 +181,19 @@ class Driver:
     def _watch(self, actor: _Actor) -> None:
         self._ends[asyncio.create_task(actor.remote("run"))] = actor
 
+    def _has_come(self, name: str, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled():
+            self._starting.discard(name)
+
     async def _each(self, actors: Iterable[_Actor], do: Callable[[_Actor], Coroutine[Any, Any, Any]], done_is: str = "") -> None:
         """`do` for all at once; the first failure is raised at once, deaths before others. `done_is` goes to the log."""
         began = asyncio.get_running_loop().time()
-        tasks = [asyncio.create_task(do(actor)) for actor in actors]
+        tasks = []
+        for actor in actors:
+            task = asyncio.create_task(do(actor))
+            self._starting.add(actor.name)
+            task.add_done_callback(functools.partial(self._has_come, actor.name))
+            tasks.append(task)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failed = [task for task in done if task.exception() is not None]
@@ -200,8 +211,11 @@ class Driver:
             async with asyncio.timeout(seconds):
                 return await work
         except TimeoutError:
+            waited = f" ({', '.join(sorted(self._starting))} had not come yet)" if self._starting else ""
             raise RunFailed(
-                "start", f"{what} took longer than cluster.start_seconds = {seconds:g}: look into {self._run.logs} or raise it."
+                "start",
+                f"{what} took longer than cluster.start_seconds = {seconds:g}{waited}: raise it, for instance "
+                f"with --set cluster.start_seconds=600, or look into {self._run.logs}.",
             ) from None
 
     # --- course -------------------------------------------------------------------------------------------------------

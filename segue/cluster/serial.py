@@ -65,7 +65,7 @@ class Serial:
             await host.start()
 
     async def _course(self) -> int:
-        runs = {name: asyncio.create_task(host.role.run(), name=name) for name, host in self._hosts.items()}
+        runs = {name: asyncio.create_task(host.run(), name=name) for name, host in self._hosts.items()}
         scheduler = LocalPeer("scheduler-0", self._hosts["scheduler-0"].role)
         learned = asyncio.shield(runs["learner-0"])
         job, config = self._job, self._config

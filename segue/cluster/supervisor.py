@@ -9,6 +9,7 @@ C++, with its messages on stderr: those go to the driver's log.
 from __future__ import annotations
 
 import asyncio
+import getpass
 import json
 import os
 import secrets
@@ -104,7 +105,7 @@ class _Watch:
                 loop.add_signal_handler(number, self._on_signal, number)
         reader = asyncio.create_task(self._read_reports(reading))
         self._watch(self._driver.pid, "driver", fatal=True)
-        loop.call_later(self._config.cluster.start_seconds + GRACE_AFTER_DEATH, self._look_whether_started)
+        loop.call_later(2.0 * self._config.cluster.start_seconds + GRACE_AFTER_DEATH, self._look_whether_started)
         await self._done.wait()
         await asyncio.wait([reader], timeout=2.0)  # the pipe ends with the driver and whoever inherited it
         reader.cancel()
@@ -216,7 +217,7 @@ class _Watch:
         self._kill_driver()
 
     def _look_whether_started(self) -> None:
-        """The driver has a deadline of its own; this is for one that is stuck, in Ray's start for instance."""
+        """The driver has a deadline of its own, from when Ray runs; this is for one that is stuck, in Ray's start say."""
         if not self._started and not self._stopping:
             self._stuck = True
             self._kill_driver()
@@ -247,7 +248,7 @@ class _Watch:
         log = self._run.log_of(f"{self._child}-0")
         if self._stuck:
             seconds = self._config.cluster.start_seconds
-            raise RunFailed("start", f"The run did not start within cluster.start_seconds = {seconds:g}: see {log}.")
+            raise RunFailed("start", f"The run did not start within twice cluster.start_seconds = {seconds:g}: see {log}.")
         if self._silent:
             seconds = self._config.cluster.silence_seconds
             raise RunFailed("driver", f"The driver has not answered for cluster.silence_seconds = {seconds:g}: see {log}.")
@@ -273,6 +274,7 @@ def _environment(report_fd: int, scratch: str) -> dict[str, str]:
         REPORT_FD: str(report_fd),
         SUPERVISOR: str(os.getpid()),
         SCRATCH: scratch,
+        "TMPDIR": scratch,  # what libraries leave behind in it, those that were killed above all, goes with it
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -283,6 +285,8 @@ def _environment(report_fd: int, scratch: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     environment.setdefault("OMP_NUM_THREADS", "1")
+    # Compiled kernels are worth more than one run.
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"))
     # Ray would start one worker process after another, because we give it no CPUs to count.
     environment.setdefault("RAY_worker_maximum_startup_concurrency", str(os.cpu_count() or 1))
     return environment

@@ -67,13 +67,18 @@ class Host:
     log: ProcessLog | None = None
 
     async def start(self) -> None:
-        """Start the role. Its state clocks begin now: a process that is still being set up is neither busy nor idle."""
+        """Start the role: vLLM with it, which takes a minute."""
         if self.monitor is not None:
             self.monitor.start()
         for target, clock in self.clocks.items():
-            clock.restart()
             self.metrics[target].attach(clock)
         await self.role.start()
+
+    async def run(self) -> None:
+        """The role's work, once all roles have started. State clocks begin now: setting up is neither work nor idleness."""
+        for clock in self.clocks.values():
+            clock.restart()
+        await self.role.run()
 
     async def stop(self) -> None:
         """Stop the role, then withdraw its targets: a clean exit leaves none behind."""

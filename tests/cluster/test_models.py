@@ -87,11 +87,13 @@ def test_what_is_not_there_is_one_sentence(site: Path, tmp_path: Path, monkeypat
     (site / "lost" / "a.gguf").unlink()
     assert "names a package that has lost its file a.gguf: install it again" in refused("pypi:lost-model")
     assert refused("none.gguf") == "model.path = 'none.gguf' is no file: name a GGUF file that exists."
-    (tmp_path / "m.gguf").touch()
+    (tmp_path / "m.gguf").write_bytes(b"# A page")
+    assert "m.gguf' is no GGUF file, whatever its name says" in refused(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(models, "NEEDED", ("no_such_module", "json"))
-    assert "which transformers reads those with, is not installed: start with ./launch.sh, or pip install no_such_module." in (
-        refused(tmp_path / "m.gguf")
-    )
+    sentence = refused(tmp_path / "m.gguf")
+    assert "which transformers reads those with, is not installed: SEGUE_SMOLLM2=1 ./launch.sh" in sentence
+    assert sentence.endswith("or pip install no_such_module.")
     assert "is no Hugging Face model folder (it has no config.json)" in refused(tmp_path)
 
 

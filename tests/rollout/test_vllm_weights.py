@@ -22,6 +22,7 @@ from engine_models import named, prompt, reference_logprobs, save, tiny
 from vllm_harness import EXTENSION, MAX_TOKENS, SIZES, Cores, Progress, VllmHarness, model_of
 from vllm_weights import SentReceiver
 
+from rollout.vllm.leftovers import shared_memory_of
 from segue.ports.engine import EngineDead, PauseMode
 from segue.ports.scheduler import Transfer, members_of
 from segue.ports.weights import Probe, TransferFailed
@@ -244,8 +245,11 @@ async def test_half_loaded_weights_then_a_dead_worker(harness: VllmHarness, monk
             with pytest.raises(EngineDead, match="n0 is gone: its worker process ended"):
                 await staging
             assert receiver.result is not None and receiver.result.missing == ["n0"]
-            with pytest.raises(EngineDead):
+            with pytest.raises(EngineDead, match=r"vLLM ended \((?!EngineDeadError)"):
                 await other.pause(PauseMode.ABORT, harness.epoch())
+        left = shared_memory_of(core.pids())
+        await core.stop()
+        assert not any(path.exists() for path in left), "rings of vLLM's are left in /dev/shm"
 
 
 @pytest.mark.full

@@ -510,3 +510,4 @@ def test_no_node_at_all_for_long_ends_the_run() -> None:
     world.advance(50.0)
     (fatal,) = world.fatals
     assert "No rollout node has been heard of for 45 s" in fatal.sentence
+    assert "fenced last: rollout-0 (silent)" in fatal.sentence
