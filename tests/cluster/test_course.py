@@ -147,6 +147,7 @@ async def test_steps_that_an_attempt_took_with_it_are_missed(config: Config, run
 def step_event(number: int, step: int) -> RunEvent:
     counts = {"newest_version": step, "queue": {"ready": 0}, "episodes": {"states": {"leased": 0}}}
     counts["reprefill"] = {"tokens": 9 * step, "seconds": 0.5 * step, "updates": step, "coalesced": 0, "inflight": "keep"}
+    counts["redundant"] = {"episodes": 2 * step, "tokens": 30 * step}
     return RunEvent(number, "step", {"step": step, "stats": {}, "ages": [1], "scheduler": counts})
 
 

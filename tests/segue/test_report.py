@@ -246,9 +246,10 @@ def test_the_counts_come_from_the_schedulers_status_and_nothing_may_lack() -> No
 
 
 def test_fields_of_a_line_have_a_fixed_order_and_statistics_may_not_overwrite_them() -> None:
-    assert list(LINES[0])[:14] == [
+    assert list(LINES[0])[:16] == [
         "step", "elapsed_seconds", "step_seconds", "wait_seconds", "version", "queue_groups", "in_flight", "ages",
-        "reprefill_tokens", "reprefill_seconds", "updates", "updates_coalesced", "inflight", "loss",
+        "reprefill_tokens", "reprefill_seconds", "updates", "updates_coalesced", "inflight",
+        "redundant_episodes", "redundant_tokens", "loss",
     ]  # fmt: skip
     with pytest.raises(AssertionError, match="version"):
         line(0, [1], version=3.0)
