@@ -180,4 +180,6 @@ async def test_the_step_that_an_interrupt_lets_end_is_noted(
     else:
         with pytest.raises(RunFailed, match="could not be written"):
             await course
-    assert [line["step"] for line in read_jsonl(run.metrics)] == [0, 1]
+    lines = read_jsonl(run.metrics)
+    assert [line["step"] for line in lines] == [0, 1]
+    assert [(line["redundant_episodes"], line["redundant_tokens"]) for line in lines] == [(0, 0), (2, 30)], "since the step before"
