@@ -172,7 +172,7 @@ def test_admission_counts_groups_whatever_members_they_have(bound: int) -> None:
 
 
 def test_an_evaluation_has_no_extra_members() -> None:
-    world, node = begun(2, 2)
+    world, _ = begun(2, 2)
     world.send(e.EvalStarted("now", [task(900), task(901)], 0.0))
     assert world.core.tables.episodes.eval_admitted == 2
     world.drain(2)
