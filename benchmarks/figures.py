@@ -59,7 +59,7 @@ class Staleness(msgspec.Struct, frozen=True):
 
 class Wasted(msgspec.Struct, frozen=True):
     """Sampled tokens that no step trains, in the window: over age, of outcomes that are masked, thrown away by nodes, and in the
-    logs of episodes that the scheduler dropped (`redundant` of them because G others of their group were valid).
+    logs of episodes that the scheduler dropped (`redundant`: of these, because G others of their group were valid).
 
     `run_share` is of the whole run: 1 − trained / sampled tokens, what was dropped or still on its way at its end included.
     """
@@ -131,7 +131,8 @@ def figures_of(
     before, after  scrapes when `window.warm` and `window.last` steps were trained
     sampled        tokens sampled in the whole run
     unit           tokens that one counted token stands for (virtual time)
-    population     mean sampled tokens of all episodes; 0: that of all trained ones of the run
+    population     mean sampled tokens of all episodes; 0: that of all trained ones of the run, which hides what redundancy does:
+                   give that of a run without it
     """
     here = lines[window.warm : window.last]
     seconds = here[-1]["elapsed_seconds"] - lines[window.warm - 1]["elapsed_seconds"]

@@ -154,7 +154,7 @@ class Groups:
         t.meter.operations += 1 + len(self.ready).bit_length()
 
     def _drop_surplus(self, group: Group) -> None:
-        """End the members that the group does without: G ship, the valid ones first, and of equal ones those that finished first."""
+        """End the members that the group does without: G ship, the valid ones first, then the others, first finished first."""
         ended = [member for member in group.ended if member.state is ASSEMBLING]
         ended.sort(key=self._is_valid, reverse=True)  # stable
         kept = {member.id for member in ended[: group.size]}

@@ -119,7 +119,7 @@ def reprefill(facts: RunFacts) -> dict[str, Any]:
 
 
 def redundancy(lines: Lines) -> dict[str, Any]:
-    """Members dropped because G others were valid, what had been sampled of them, and what that says of the bias towards short ones.
+    """Members dropped because G others were valid, the tokens in their logs, and what those say of the bias towards short ones.
 
     A dropped episode would have become at least as long as it was, so the mean length of all of them is at least that of batches
     and dropped ones together: `length_bias_at_most` is the mean of the batches over it. Below 1 the bias is certain, and at

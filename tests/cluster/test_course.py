@@ -185,4 +185,5 @@ async def test_the_step_that_an_interrupt_lets_end_is_noted(
             await asyncio.wait_for(course, SECONDS)
     lines = read_jsonl(run.metrics)
     assert [line["step"] for line in lines] == [0, 1]
-    assert [(line["redundant_episodes"], line["redundant_tokens"]) for line in lines] == [(0, 0), (2, 30)], "since the step before"
+    since_the_step_before = [(line["redundant_episodes"], line["redundant_tokens"]) for line in lines]
+    assert since_the_step_before == [(0, 0), (2, 30)]
