@@ -58,7 +58,8 @@ class Staleness(msgspec.Struct, frozen=True):
 
 
 class Wasted(msgspec.Struct, frozen=True):
-    """Sampled tokens that no step trains, in the window: over age, of outcomes that are masked, thrown away by nodes.
+    """Sampled tokens that no step trains, in the window: over age, of outcomes that are masked, thrown away by nodes, and in the
+    logs of episodes that the scheduler dropped (`redundant`: of these, because G others of their group were valid).
 
     `run_share` is of the whole run: 1 − trained / sampled tokens, what was dropped or still on its way at its end included.
     """
@@ -66,6 +67,8 @@ class Wasted(msgspec.Struct, frozen=True):
     masked_age: int
     masked_outcome: int
     discarded: int
+    dropped: int
+    redundant: int
     run_share: float
 
 
@@ -128,7 +131,8 @@ def figures_of(
     before, after  scrapes when `window.warm` and `window.last` steps were trained
     sampled        tokens sampled in the whole run
     unit           tokens that one counted token stands for (virtual time)
-    population     mean sampled tokens of all episodes; 0: that of all trained ones of the run
+    population     mean sampled tokens of all episodes; 0: that of all trained ones of the run, which hides what redundancy does:
+                   give that of a run without it
     """
     here = lines[window.warm : window.last]
     seconds = here[-1]["elapsed_seconds"] - lines[window.warm - 1]["elapsed_seconds"]
@@ -159,6 +163,8 @@ def figures_of(
             masked_age=round(unit * step_lines.total(here, "tokens_masked_age")),
             masked_outcome=round(unit * step_lines.total(here, "tokens_masked_outcome")),
             discarded=round(unit * grown(before, after, "rollout", "segue_discarded_tokens_total")),
+            dropped=round(unit * grown(before, after, "scheduler", "segue_dropped_tokens_total")),
+            redundant=round(unit * grown(before, after, "scheduler", "segue_dropped_tokens_total", reason="redundant")),
             run_share=1.0 - step_lines.total(lines, "tokens_trained") / sampled if sampled else 0.0,
         ),
         length_bias=length_bias(here, lines, population),

@@ -50,6 +50,7 @@ class DropReason(enum.StrEnum):
     STALE = "stale"
     ZERO_VARIANCE = "zero_variance"
     GROUP_FAILED = "group_failed"
+    REDUNDANT = "redundant"
     SHUTDOWN = "shutdown"
 
 

@@ -16,8 +16,9 @@ STATES = tuple(State)
 
 
 class Group:
-    """G episodes of one task. `running` members may still finish, `valid` ones have, with an outcome that is not masked;
-    `complete` once none is running.
+    """The episodes of one task. `size` is G, how many of them ship at most; a training group has r members more
+    (`group.redundancy`). `running` members may still finish, `valid` ones have, with an outcome that is not masked; `ended` has
+    the finished ones in the order in which they did. `complete` once G are valid, or none is running.
 
     `floor` is the oldest version on which a member may begin; `rank` orders leases (lower first);
     `home` is the node of the first lease, where the common prompt is. `open` until it is dropped or in a batch. An
@@ -26,6 +27,7 @@ class Group:
 
     __slots__ = (
         "complete",
+        "ended",
         "env_failures",
         "floor",
         "home",
@@ -53,6 +55,7 @@ class Group:
         self.temperature = temperature
         self.rank = id
         self.members: list[Episode] = []
+        self.ended: list[Episode] = []
         self.running = 0
         self.valid = 0
         self.env_failures = 0
@@ -143,6 +146,7 @@ class Episode:
 
     @property
     def sampled(self) -> int:
+        """Sampled tokens in its log."""
         return sum(self.counts)
 
 

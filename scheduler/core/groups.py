@@ -3,6 +3,13 @@
 A group ships with at least `group.min_valid` valid members: finished with an outcome that the learner does not keep out of the
 loss (`learner.mask_outcomes`); the others ship along. As soon as it cannot reach that any more it is dropped, so
 that its place is free at once.
+
+With redundancy a training group begins with G + r members and is complete as soon as G are valid: these ship, the others are
+dropped as `redundant`, wherever they are. Events come one at a time, so "the first G" has no ties; those of one exchange come in
+the order in which the node said them. Where fewer than G can become valid, the rule above goes on: at the end of its last member
+the group ships, filled up to G with members that are not valid, first finished first. Failed attempts are tried again
+whatever the others do: an attempt goes on from its log and costs little, and a failure that took a member's place would make long
+episodes, which meet more failures, even rarer.
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ class Groups:
         self._t = tables
         self._leases = leases
         self._size = config.group.size
+        self._members = config.group.members
         self._min_valid = config.group.needed
         self._masked = frozenset(config.learner.mask_outcomes)
         self._filter = config.group.filter_zero_variance
@@ -44,14 +52,17 @@ class Groups:
         self.live: dict[int, Group] = {}
         self.ready: list[tuple[int, Group]] = []
         self.again: deque[Task] = deque()
+        self.redundant_episodes = 0
+        self.redundant_tokens = 0
+        """Of this life: members dropped because G others were valid, and the tokens in their logs."""
         self._dropped_in_a_row = 0
         self._warn_at = WARN_DROPPED
 
     def open(self, task: Task, floor: int, now: float) -> Group:
-        """Admit G episodes of a task."""
+        """Admit G + r episodes of a task."""
         group = Group(self._new_id(), task, self._size, Purpose.TRAIN, floor, self._temperature, now)
         episodes = self._t.episodes
-        group.members = [episodes.admit(group, member) for member in range(self._size)]
+        group.members = [episodes.admit(group, member) for member in range(self._members)]
         group.running = len(group.members)
         self.live[group.id] = group
         self._t.meter.operations += 1
@@ -78,6 +89,7 @@ class Groups:
         group = episode.group
         self._t.episodes.move(episode, ASSEMBLING)
         group.running -= 1
+        group.ended.append(episode)
         group.valid += self._is_valid(episode)
         self._settle(group, DropReason.GROUP_FAILED, now)
 
@@ -106,9 +118,9 @@ class Groups:
             self.drop(group, reason)
         elif group.complete:
             pass
-        elif not group.running:
+        elif not group.running or group.valid >= group.size:
             self._complete(group, now)
-        elif group.running <= self._nearly and group.valid and group.rank == group.id:
+        elif min(group.running, group.size - group.valid) <= self._nearly and group.valid and group.rank == group.id:
             # Nearly finished: as urgent as the groups one batch older, so that its last members are not left behind.
             group.rank = group.id - self._batch
             for member in group.members:
@@ -118,6 +130,7 @@ class Groups:
     def _complete(self, group: Group, now: float) -> None:
         t = self._t
         group.complete = True
+        self._drop_surplus(group)
         finished = [m.finish for m in group.members if m.state is ASSEMBLING and m.finish is not None]
         env = t.env
         t.tally.count("groups_finished", env)
@@ -139,6 +152,19 @@ class Groups:
         group.queued_at = now
         heapq.heappush(self.ready, (group.id, group))
         t.meter.operations += 1 + len(self.ready).bit_length()
+
+    def _drop_surplus(self, group: Group) -> None:
+        """End the members that the group does without: G ship, the valid ones first, then the others, first finished first."""
+        ended = [member for member in group.ended if member.state is ASSEMBLING]
+        ended.sort(key=self._is_valid, reverse=True)  # stable
+        kept = {member.id for member in ended[: group.size]}
+        group.ended = []
+        for member in group.members:
+            if member.id not in kept and member.state not in _OVER:
+                group.running -= member.finish is None
+                self.redundant_episodes += 1
+                self.redundant_tokens += member.sampled
+                self._end(member, DropReason.REDUNDANT)
 
     def _count_dropped(self, why: str) -> None:
         self._dropped_in_a_row += 1
@@ -164,7 +190,7 @@ class Groups:
             if member.state not in _OVER:
                 self._end(member, reason)
         self._t.tally.count("groups_dropped", reason.value)
-        group.members = []
+        group.members, group.ended = [], []
         self.leave(group)
 
     def leave(self, group: Group) -> None:
@@ -182,6 +208,8 @@ class Groups:
             self._t.timers.disarm(RETRY, member.id)
         self._t.waiting.remove(member)
         self._t.episodes.drop(member, reason)
+        if member.group.purpose is Purpose.TRAIN and member.sampled:
+            self._t.tally.count("tokens_dropped", reason.value, by=member.sampled)
         self._t.out.append(Forget(member.id))
 
 

@@ -90,6 +90,7 @@ class Controller:
         self._lines = JsonLines(run.metrics)
         self._seen = 0
         self._reprefill = (0, 0.0)  # tokens and seconds up to the last step
+        self._redundant = (0, 0)  # episodes and tokens, likewise
         self._status: Mapping[str, Any] = {}
 
     async def run(self) -> None:
@@ -220,6 +221,8 @@ class Controller:
         scheduler, stats = data["scheduler"], dict(data["stats"])
         bill, before = scheduler["reprefill"], self._reprefill
         self._reprefill = bill["tokens"], bill["seconds"]
+        dropped, known = scheduler["redundant"], self._redundant
+        self._redundant = dropped["episodes"], dropped["tokens"]
         now = time.monotonic()
         began, self._last_step = self._last_step, now
         return step_line(
@@ -233,6 +236,7 @@ class Controller:
             ages=data["ages"],
             reprefill={**bill, "tokens": bill["tokens"] - before[0], "seconds": bill["seconds"] - before[1]},
             stats=stats,
+            redundant=(dropped["episodes"] - known[0], dropped["tokens"] - known[1]),
         )
 
     def _say(self, line: str) -> None:

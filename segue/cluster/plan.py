@@ -11,6 +11,8 @@ from segue.config import Config
 def plan_lines(config: Config, source: str, run: Path, model: str, serial: bool = False) -> list[str]:
     """What will run where, one line per subject; `serial`: all in one process, whose clock is logical."""
     episodes = f"{config.batch.groups} groups × {config.group.size} episodes"
+    if config.group.redundancy:
+        episodes += f" (the first of {config.group.members})"
     evaluation = [name for name, on in (("before", config.eval.before), ("after", config.eval.after)) if on and config.eval.tasks]
     return [
         f"Segue {__version__}: {source} → {run}",

@@ -253,6 +253,13 @@ def _check(config: Config, where: str) -> None:
         )
     if config.group.min_valid > size:
         refuse(f"sets group.min_valid = {config.group.min_valid} above group.size = {size}: lower it.")
+    places = rollout.nodes * rollout.max_episodes
+    if config.group.redundancy and config.group.members > places:
+        refuse(
+            f"sets group.redundancy = {config.group.redundancy}, but rollout.nodes × rollout.max_episodes = {places} episodes at "
+            f"once are fewer than the {config.group.members} of one group, whose extra members would begin when others have "
+            "finished: lower group.redundancy or raise rollout.max_episodes."
+        )
     if config.queue.groups < (age + 1) * groups:
         refuse(
             f"sets queue.groups = {config.queue.groups}, but staleness.max_age = {age} and batch.groups = {groups} need "
@@ -313,7 +320,7 @@ def _check(config: Config, where: str) -> None:
     if rollout.engine == "vllm" and 0.0 < config.eval.temperature < 0.01:
         refuse(f"sets eval.temperature = {config.eval.temperature:g}, and vLLM takes any below 0.01 for 0.01: use 0 or raise it.")
     capacity = pool.pools * pool.workers * pool.instances
-    if rollout.nodes * rollout.max_episodes > capacity:
+    if places > capacity:
         refuse(
             f"lets {rollout.nodes} nodes run {rollout.max_episodes} episodes each, but the env pools hold only "
             f"{pool.pools} × {pool.workers} × {pool.instances} = {capacity} instances: "

@@ -27,6 +27,9 @@ class GroupConfig(Section):
     """G, episodes of one task."""
     min_valid: int = Field(0, ge=0)
     """Members that must be valid for a group to ship; 0 means ⌈G/2⌉, and it is never under 2 (1 with G = 1)."""
+    redundancy: int = Field(0, ge=0)
+    """r, members of a training group beyond G: it begins with G + r, the first G valid ones count, and the others are dropped as
+    `redundant`. Waits for fewer stragglers; costs their tokens and r places per group, and biases towards short episodes."""
     filter_zero_variance: bool = False
     """Drop groups whose returns are all equal, instead of counting them in the batch with advantage 0."""
 
@@ -36,6 +39,11 @@ class GroupConfig(Section):
         if self.size == 1:
             return 1
         return max(2, self.min_valid or -(-self.size // 2))
+
+    @property
+    def members(self) -> int:
+        """G + r, episodes that a training group begins with."""
+        return self.size + self.redundancy
 
 
 class BatchConfig(Section):

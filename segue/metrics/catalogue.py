@@ -159,6 +159,13 @@ _EPISODES = (
         Label("stage", words.DROP_STAGES),
     ),
     _counter(
+        "segue_dropped_tokens_total",
+        "tokens",
+        ("scheduler",),
+        "Sampled tokens in the logs of dropped training episodes, by reason.",
+        Label("reason", words.DROP_REASONS),
+    ),
+    _counter(
         "segue_episodes_failed_total", "episodes", ("scheduler",), "Training episodes given up after their retries.", FAILURE
     ),
     _counter("segue_episode_retries_total", "attempts", ("scheduler",), "Further attempts granted after a failure.", FAILURE),

@@ -9,6 +9,8 @@
     reprefill_tokens     since the step before, context tokens computed again because of weight updates, by all nodes
     reprefill_seconds    engine seconds that took                                  updates           completed by the nodes so far
     updates_coalesced    versions that never went to the nodes, so far             inflight          how the next update crosses
+    redundant_episodes   since the step before, members dropped because G of their group were valid (group.redundancy)
+    redundant_tokens     what had been sampled of them: each would have become at least as long
     then the learner's statistics under its own names (learner/batches.py, learner/diagnostics.py): loss, grad_norm,
     reward_mean, reward_std, info_success, tokens_generated, tokens_trained, tokens_masked_age, kept_fraction,
     trajectories_trained, trajectories_multi_version, logprob_gap_mean, logprob_gap_max, logprob_gap_tokens, …
@@ -35,8 +37,10 @@ def step_line(
     ages: Sequence[int],
     reprefill: Mapping[str, Any],
     stats: Mapping[str, float],
+    redundant: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
-    """The line of one step; `reprefill` has tokens, seconds, updates, coalesced and inflight; `stats` follow in their order."""
+    """The line of one step; `reprefill` has tokens, seconds, updates, coalesced and inflight; `redundant` is (episodes, tokens);
+    `stats` follow in their order."""
     line: dict[str, Any] = {
         "step": step,
         "elapsed_seconds": round(elapsed_seconds, 3),
@@ -51,6 +55,8 @@ def step_line(
         "updates": reprefill["updates"],
         "updates_coalesced": reprefill["coalesced"],
         "inflight": reprefill["inflight"],
+        "redundant_episodes": redundant[0],
+        "redundant_tokens": redundant[1],
     }
     taken = [name for name in stats if name in line]
     assert not taken, f"statistics named like a field of the line: {taken}"

@@ -30,6 +30,7 @@ def build_summary(facts: RunFacts) -> dict[str, Any]:
         "episodes": episodes(facts.episodes),
         "prefill": prefill(facts.metrics),
         "reprefill": reprefill(facts),
+        "redundancy": redundancy(lines),
         "roles": roles(facts.states),
         "weight_sync": weight_sync(facts.weight_sync),
         "logprob_gap": logprob_gap(lines) | {"probe_max": probe_max(facts.metrics)},
@@ -115,6 +116,19 @@ def reprefill(facts: RunFacts) -> dict[str, Any]:
         "tokens_per_trained_token": _ratio(tokens, trained) if facts.attempts == 1 else None,
         "rollout_share": round(seconds / there, 6) if there else None,
     }
+
+
+def redundancy(lines: Lines) -> dict[str, Any]:
+    """Members dropped because G others were valid, the tokens in their logs, and what those say of the bias towards short ones.
+
+    A dropped episode would have become at least as long as it was, so the mean length of all of them is at least that of batches
+    and dropped ones together: `length_bias_at_most` is the mean of the batches over it. Below 1 the bias is certain, and at
+    least so strong; 1 or more says nothing (members dropped before they began count as long as nothing).
+    """
+    dropped, lost = steps.total(lines, "redundant_episodes"), steps.total(lines, "redundant_tokens")
+    shipped, sampled = steps.total(lines, "trajectories"), steps.total(lines, "tokens_generated")
+    bias = (sampled / shipped) / ((sampled + lost) / (shipped + dropped)) if dropped and shipped and sampled else None
+    return {"episodes": int(dropped), "tokens": int(lost), "length_bias_at_most": None if bias is None else round(bias, 6)}
 
 
 def roles(states: Snapshots) -> dict[str, Any]:

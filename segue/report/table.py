@@ -67,6 +67,9 @@ def rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "re-prefill", _reprefill(r)
         if r["coalesced"] or len(r["inflight"]) > 1:
             yield "", f"updates: {_parts(r['inflight'])}; coalesced: {_parts(r['coalesced']) or 'none'}"
+    if (d := summary.get("redundancy")) and d["episodes"]:
+        bias = f"trained ones are at most {_n(d['length_bias_at_most'], '.2f')} times as long as all"
+        yield "redundant", f"{_n(d['episodes'])} episodes dropped with {_n(d['tokens'])} tokens; {bias}"
     for role, figures in (summary.get("roles") or {}).items():
         states = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in figures["states"].items() if seconds >= 0.05)
         yield role, f"busy {_n(figures['busy_ratio'], '.0%')}: {states}"

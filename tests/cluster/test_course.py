@@ -150,6 +150,7 @@ async def test_steps_that_an_attempt_took_with_it_are_missed(config: Config, run
 def step_event(number: int, step: int) -> RunEvent:
     counts = {"newest_version": step, "queue": {"ready": 0}, "episodes": {"states": {"leased": 0}}}
     counts["reprefill"] = {"tokens": 9 * step, "seconds": 0.5 * step, "updates": step, "coalesced": 0, "inflight": "keep"}
+    counts["redundant"] = {"episodes": 2 * step, "tokens": 30 * step}
     return RunEvent(number, "step", {"step": step, "stats": {}, "ages": [1], "scheduler": counts})
 
 
@@ -182,4 +183,7 @@ async def test_the_step_that_an_interrupt_lets_end_is_noted(
     else:
         with pytest.raises(RunFailed, match="could not be written"):
             await asyncio.wait_for(course, SECONDS)
-    assert [line["step"] for line in read_jsonl(run.metrics)] == [0, 1]
+    lines = read_jsonl(run.metrics)
+    assert [line["step"] for line in lines] == [0, 1]
+    since_the_step_before = [(line["redundant_episodes"], line["redundant_tokens"]) for line in lines]
+    assert since_the_step_before == [(0, 0), (2, 30)]

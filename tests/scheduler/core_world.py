@@ -17,7 +17,7 @@ from scheduler.core.restart import CoreCut
 from segue import wire
 from segue.config import Config
 from segue.config.root import resolve
-from segue.episode import State, Task
+from segue.episode import DropReason, State, Task
 from segue.ports.scheduler import (
     DeltaHead,
     Discarded,
@@ -109,6 +109,8 @@ class World:
         self.steps: dict[int, int] = {}
         self.logs: dict[int, list[LogEntry]] = {}
         self.finishes: dict[int, Finish] = {}
+        self.ended: dict[int, list[int]] = {}
+        """Finished episodes of each group, in the order in which they were accepted."""
         self.rewards: dict[int, float] = {}
         self.groups: dict[int, list[int]] = {}
         self.member_of: dict[int, int] = {}
@@ -268,6 +270,9 @@ class World:
         for group in plan.groups:
             valid = [member for member in group.members if member.outcome not in self.config.learner.mask_outcomes]
             assert self.config.group.needed <= len(valid) and len(group.members) <= group.size
+            assert group.size == self.config.group.size
+            if policy != "drop":
+                assert {member.episode for member in group.members} == self.first(group.group)
             fresh = 0
             for member in group.members:
                 assert self.member_of[member.episode] == group.group, "members belong to their group (F14)"
@@ -292,6 +297,14 @@ class World:
             assert over == 0
             assert all(len(self.started_on[group.group]) == 1 for group in plan.groups), "one version per group"
         self.plans[plan.step] = plan
+
+    def first(self, group: int) -> set[int]:
+        """Who should ship: the first G that are valid; where they are fewer, filled up with the first of the others."""
+        masked, ended = self.config.learner.mask_outcomes, self.ended[group]
+        valid = [episode for episode in ended if self.finishes[episode].outcome not in masked]
+        assert len(valid) <= self.config.group.size, "what finishes after the first G is refused"
+        others = [episode for episode in ended if episode not in valid]
+        return {*valid, *others[: self.config.group.size - len(valid)]}
 
     # --- what the model nodes do ----------------------------------------------------------------------------------------
 
@@ -340,6 +353,7 @@ class World:
         episode = self.core.tables.episodes.live.get(finish.episode)
         if episode is not None and episode.attempt == finish.attempt and episode.state is State.LEASED:
             self.finishes[finish.episode] = finish
+            self.ended.setdefault(lease.grant.group, []).append(finish.episode)
         self.send(finish)
 
     def fail(self, node: ModelNode, lease: ModelLease, failure: str = "infra", reason: str = "crashed", detail: str = "") -> None:
@@ -426,7 +440,7 @@ class World:
         self.nodes.clear()
         self.transfers.clear()
         self.wanted_tasks = 0
-        for record in (self.logs, self.history, self.finishes, self.groups, self.member_of, self.started_on):
+        for record in (self.logs, self.history, self.finishes, self.ended, self.groups, self.member_of, self.started_on):
             record.clear()
         self.plans = {k: plan for k, plan in self.plans.items() if k < step}
         self.delivered_groups = {group.group for plan in self.plans.values() for group in plan.groups}
@@ -493,9 +507,23 @@ class World:
         waiting = [episode for episode in waiting if not episode.resting]
         assert core.tables.waiting.count == len(waiting)
         assert core.tables.parks_ordered == sum(episode.parking for episode in table.live.values())
+        self.check_groups()
         self.check_admission()
         self.check_no_idle(waiting)
         self.check_held()
+
+    def check_groups(self) -> None:
+        """Members run until G are valid, and not a moment longer; without redundancy nobody is ever dropped for it."""
+        core, size = self.core, self.config.group.size
+        for group in core.groups.live.values():
+            running = sum(member.state in (State.PENDING, State.LEASED, State.PARKED) for member in group.members)
+            kept = sum(member.state in (State.ASSEMBLING, State.QUEUED) for member in group.members)
+            assert group.running == running and group.valid <= size and len(group.members) == self.config.group.members
+            assert group.complete == (not running)
+            assert group.valid < size or group.complete
+            assert not group.complete or kept <= size
+        redundant = sum(n for (reason, _), n in core.tables.episodes.dropped.items() if reason is DropReason.REDUNDANT)
+        assert redundant == 0 or self.config.group.redundancy
 
     def check_admission(self) -> None:
         core = self.core

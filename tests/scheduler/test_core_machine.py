@@ -22,16 +22,18 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     """Small settings, the smallest included: B = 2 or 1, two places, η = 0."""
     mode = draw(st.sampled_from(["async", "async", "sync", "one_step_off"]))
     size = draw(st.integers(2, 4))
+    extra = draw(st.sampled_from([0, 0, 1, 2, 3]))
     sections: dict[str, Any] = {
         "mode": mode,
         "steps": draw(st.integers(3, 30)),
         "group__size": size,
+        "group__redundancy": extra,
         "group__min_valid": draw(st.integers(0, size)),
         "group__filter_zero_variance": draw(st.booleans()),
         "batch__groups": draw(st.integers(1, 3)),
         "learner__mask_outcomes": draw(st.sampled_from([[], [], ["truncated_turns"]])),
         "staleness__over_age": draw(st.sampled_from(["mask", "drop", "train"])),
-        "rollout__max_episodes": draw(st.integers(1, 5)),
+        "rollout__max_episodes": draw(st.integers(-(-(size + extra) // 2) if extra else 1, 5)),
         "update__inflight": draw(st.sampled_from(["recompute", "keep", "turn", "episode"])),
         "scheduler__retries_infra": draw(st.integers(0, 2)),
         "scheduler__retries_env": draw(st.integers(0, 2)),

@@ -111,11 +111,11 @@ def test_a_frozen_node_learns_that_it_is_fenced(tmp_path: Path) -> None:
     run(course)
 
 
-def trace(folder: Path, loss: float) -> list[Any]:
+def trace(folder: Path, loss: float, **sections: Any) -> list[Any]:
     seen: list[Any] = []
 
     async def course() -> None:
-        world = ShellWorld(folder, loss=loss, steps=6)
+        world = ShellWorld(folder, loss=loss, steps=6, **sections)
         for index, node in enumerate(world.nodes):
             node.up._random.seed(index)
             node.down._random.seed(index)
@@ -132,6 +132,18 @@ def trace(folder: Path, loss: float) -> list[Any]:
 def test_equal_inputs_give_equal_courses(tmp_path: Path) -> None:
     """Serial determinism: orders, batches, journal and counts are the same twice."""
     assert trace(tmp_path / "a", 0.05) == trace(tmp_path / "b", 0.05)
+
+
+def test_redundancy_is_the_same_twice_and_trains_exactly_g(tmp_path: Path) -> None:
+    """Drops that cross finishes on a lossy wire: each extra member is dropped once, and no batch has one."""
+    course = trace(tmp_path / "a", 0.05, group__redundancy=1)
+    assert course == trace(tmp_path / "b", 0.05, group__redundancy=1)
+    batches, status = course[-3], course[-1]
+    assert all(len(group.members) == group.size == 2 for batch in batches for group in batch.groups)
+    episodes = status["episodes"]
+    assert episodes["admitted"] == 3 * 6 * 2 and episodes["states"]["trained"] == 2 * 6 * 2
+    assert sum(n for reason, n in episodes["dropped"].items() if reason.startswith("redundant")) == 6 * 2
+    assert status["redundant"]["episodes"] == 6 * 2
 
 
 def test_the_state_clock_and_the_metrics_follow(tmp_path: Path) -> None:

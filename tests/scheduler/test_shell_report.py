@@ -62,7 +62,7 @@ def test_every_reason_of_the_catalogue_can_happen() -> None:
     """A row that nobody sets tells a reader that something never happened, where it was never looked for."""
     assert words.PAUSE_REASONS == ("update", "slice", "migration")
     assert words.MIGRATION_REASONS == ("node_lost", "fenced", "failed", "parked")
-    assert words.DROP_REASONS == ("stale", "zero_variance", "group_failed", "shutdown")
+    assert words.DROP_REASONS == ("stale", "zero_variance", "group_failed", "redundant", "shutdown")
 
 
 def test_a_used_slice_is_extended_by_another_or_the_episode_is_parked_for_somebody_else(tmp_path: Path) -> None:

@@ -86,6 +86,10 @@ def sentence(*overrides: str) -> str:
         (["group.size=1", "learner.advantage=rloo"], ["group.size = 1", "'rloo'", "set group.size to 2 or more"]),
         (["weightsync.probe_tokens=1"], ["weightsync.probe_tokens = 1", "set it to 2 or more, or to 0"]),
         (["group.size=4", "group.min_valid=5"], ["group.min_valid = 5", "group.size = 4", "lower it"]),
+        (
+            ["group.size=4", "group.redundancy=5", "rollout.nodes=2", "rollout.max_episodes=4"],
+            ["group.redundancy = 5", "rollout.max_episodes = 8", "9 of one group", "raise rollout.max_episodes"],
+        ),
         (["queue.groups=79"], ["queue.groups = 79", "staleness.max_age = 4", "batch.groups = 16", "80", "raise queue.groups"]),
         (["staleness.max_age=0", "data.prefetch=1"], ["data.prefetch = 1", "staleness.max_age = 0", "set data.prefetch to 0"]),
         (["mode=sync", "data.prefetch=1"], ["data.prefetch = 1", "leave it out"]),

@@ -137,6 +137,17 @@ def test_the_summary_has_every_key_of_the_issue_and_is_json() -> None:
         assert set(figures) == {"busy_ratio", "states"}
 
 
+def test_redundancy_says_how_short_trained_episodes_are_at_least() -> None:
+    """8 trajectories of 10 tokens each were trained, and 2 dropped that had 30 by then: 80 ÷ 8 over 140 ÷ 10."""
+    assert build_summary(facts())["redundancy"] == {"episodes": 0, "tokens": 0, "length_bias_at_most": None}
+    batches = [LINES[0] | {"trajectories": 4.0, "tokens_generated": 40.0, "redundant_episodes": 1, "redundant_tokens": 30}] * 2
+    summary = build_summary(facts(lines=batches))
+    assert summary["redundancy"] == {"episodes": 2, "tokens": 60, "length_bias_at_most": 0.714286}
+    assert dict(rows(summary))["redundant"].startswith("2 episodes dropped with 60 tokens; trained ones are at most 0.71 times")
+    known = {key: value for key, value in LINES[0].items() if not key.startswith("redundant")}
+    assert build_summary(facts(lines=[known]))["redundancy"]["episodes"] == 0, "lines of an older version"
+
+
 def test_the_figures_are_the_facts() -> None:
     summary = build_summary(facts())
     assert (summary["mode"], summary["steps"], summary["wall_seconds"]) == ("async", 2, 12.346)
@@ -246,9 +257,10 @@ def test_the_counts_come_from_the_schedulers_status_and_nothing_may_lack() -> No
 
 
 def test_fields_of_a_line_have_a_fixed_order_and_statistics_may_not_overwrite_them() -> None:
-    assert list(LINES[0])[:14] == [
+    assert list(LINES[0])[:16] == [
         "step", "elapsed_seconds", "step_seconds", "wait_seconds", "version", "queue_groups", "in_flight", "ages",
-        "reprefill_tokens", "reprefill_seconds", "updates", "updates_coalesced", "inflight", "loss",
+        "reprefill_tokens", "reprefill_seconds", "updates", "updates_coalesced", "inflight",
+        "redundant_episodes", "redundant_tokens", "loss",
     ]  # fmt: skip
     with pytest.raises(AssertionError, match="version"):
         line(0, [1], version=3.0)
