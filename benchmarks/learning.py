@@ -51,7 +51,7 @@ from segue.rundir import disk_errors, write_json
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.toml"
 SETTINGS, LOCK, RESULTS = "settings.json", ".lock", "results.json"
-STEPS, LR, MINIBATCHES, EVAL_TASKS = 60, 2e-3, 2, 256
+STEPS, LR, MINIBATCHES, EVAL_TASKS = 60, 6e-4, 2, 256
 
 Run = Callable[[Cell], Outcome]
 
@@ -124,6 +124,12 @@ def run_missing(
 
     `prepare(seed)` is called once, before the first cell of a seed.
     """
+
+    def run_and_save(cell: Cell) -> Outcome:  # in its thread: a cell that ends while we are being interrupted is kept
+        outcome = run(cell)
+        save(folder, outcome)
+        return outcome
+
     done: dict[Cell, Outcome] = {}
     for cell in cells:
         known = load(folder, cell)
@@ -142,7 +148,7 @@ def run_missing(
                 if cell.seed not in prepared:
                     prepare(cell.seed)
                     prepared.add(cell.seed)
-                running[pool.submit(run, cell)] = cell
+                running[pool.submit(run_and_save, cell)] = cell
             if not running:
                 break
             ended, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -154,7 +160,6 @@ def run_missing(
                     failed[cell] = error.sentence
                     print(f"{cell.name} failed: {error.sentence}", file=sys.stderr, flush=True)
                 else:
-                    save(folder, done[cell])
                     print(line(done[cell], len(done), len(cells)), flush=True)
     return done, failed
 
