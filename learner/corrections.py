@@ -28,6 +28,12 @@ def truncated_weight(p: torch.Tensor, b: torch.Tensor, cap: float) -> torch.Tens
     return decoupled_weight(p, b).clamp(max=cap)
 
 
+def masked_weight(p: torch.Tensor, b: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """exp(p − b) where it lies in [low, high], else 0: the token mask of IcePop (arXiv 2510.18855), [n]."""
+    weight = decoupled_weight(p, b)
+    return torch.where((weight >= low) & (weight <= high), weight, torch.zeros_like(weight))
+
+
 def loglinear_proximal(b: torch.Tensor, current: torch.Tensor, ages: torch.Tensor) -> torch.Tensor:
     """p̂ = b + α (l − b) with l = `current`, detached, without a forward pass (arXiv 2512.06547), [n].
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from learner.corrections import decoupled_weight, importance_ratio, loglinear_proximal, truncated_weight
+from learner.corrections import decoupled_weight, importance_ratio, loglinear_proximal, masked_weight, truncated_weight
 from segue.config.learner import LearnerConfig
 
 
@@ -56,8 +56,8 @@ def token_loss(
 ) -> TokenLoss:
     """The configured loss of n tokens. `logprobs` carries the gradient; all arguments float32 [n].
 
-    "decoupled": exp(p − b) · PPO on p. "tis": min(exp(p − b), cap) · PPO on p. "none": PPO on b, which is the correction itself;
-    a weight beside it would count twice, so none is applied.
+    "decoupled": exp(p − b) · PPO on p. "tis": min(exp(p − b), cap) · PPO on p. "mask": exp(p − b) · PPO on p where that weight is
+    in its range, else 0. "none": PPO on b, which is the correction itself; a weight beside it would count twice: none is applied.
     """
     if config.correction == "none":
         assert proximal is None, "a PPO ratio on the behaviour policy takes no weight"
@@ -67,7 +67,9 @@ def token_loss(
     assert proximal is not None and not proximal.requires_grad
     if config.correction == "decoupled":
         weight = decoupled_weight(proximal, behaviour)
-    else:
+    elif config.correction == "tis":
         weight = truncated_weight(proximal, behaviour, config.weight_cap)
+    else:
+        weight = masked_weight(proximal, behaviour, *config.mask_range)
     loss, clipped = ppo(logprobs - proximal, advantage, config.clip_low, config.clip_high)
     return TokenLoss(weight * loss, weight, proximal - behaviour, clipped)

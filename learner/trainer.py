@@ -174,7 +174,7 @@ class Trainer:
                     delta=_numpy(logprobs.detach() - behaviour),
                     entropy=_numpy(entropy),
                     clipped=_numpy(result.clipped),
-                    kept=_numpy(fields["keep"]),
+                    kept=_numpy(fields["keep"] * (result.weight > 0)),  # a weight of 0 is a refusal too
                     comparable=_numpy(fresh) if own is not None else np.zeros(len(row.targets)),
                     gap=_numpy(own - behaviour) if own is not None else np.zeros(len(row.targets)),
                     sequence=_numpy(row.sequence),

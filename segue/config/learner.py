@@ -68,13 +68,16 @@ class LearnerConfig(Section):
     """ε below 1 of the PPO ratio."""
     clip_high: float = Field(0.28, gt=0.0)
     """ε above 1 of the PPO ratio (clip-higher)."""
-    correction: Literal["decoupled", "tis", "none"] = "decoupled"
+    correction: Literal["decoupled", "tis", "mask", "none"] = "decoupled"
     """For off-policy tokens: `decoupled` (importance weight exp(p − b) on a PPO loss anchored on p), `tis` (that weight, at most
-    `weight_cap`), `none` (a PPO loss anchored on the behaviour policy, whose ratio is the correction; no weight beside it)."""
+    `weight_cap`), `mask` (that weight within `mask_range`, and outside of it no gradient), `none` (a PPO loss
+    anchored on the behaviour policy, whose ratio is the correction; no weight beside it)."""
     proximal: Literal["recompute", "loglinear"] = "recompute"
     """p of a batch with several optimizer steps: `recompute` (an extra forward pass) or `loglinear` (none)."""
     weight_cap: float = Field(2.0, gt=0.0)
     """Greatest importance weight of correction = `tis`."""
+    mask_range: tuple[float, float] = (0.5, 5.0)
+    """Least and greatest importance weight of a token that trains under correction = `mask`."""
     mask_outcomes: tuple[Literal["truncated_turns", "truncated_tokens", "truncated_wall", "truncated_env"], ...] = (
         "truncated_tokens",
         "truncated_wall",

@@ -283,10 +283,11 @@ def _check(config: Config, where: str) -> None:
         refuse(
             "sets learner.aggregation = 'constant' without learner.constant_length: set it to the most action tokens you expect."
         )
-    if learner.correction == "tis" and learner.minibatches > 1:
+    low, high = learner.mask_range
+    if not 0.0 <= low <= 1.0 <= high:
         refuse(
-            f"sets learner.correction = 'tis' with learner.minibatches = {learner.minibatches}: a PPO ratio on the behaviour "
-            "policy is already the correction, so use correction = 'decoupled' or minibatches = 1."
+            f"sets learner.mask_range = [{low:g}, {high:g}], which must hold 1, the weight of a token of age 0: set it for "
+            "instance to [0.5, 5.0]."
         )
     if learner.proximal == "loglinear" and (learner.correction != "decoupled" or learner.minibatches == 1):
         refuse(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.corrections import decoupled_weight, importance_ratio, loglinear_proximal, truncated_weight
+from learner.corrections import decoupled_weight, importance_ratio, loglinear_proximal, masked_weight, truncated_weight
 from learner.losses import ppo, proximal_logprobs, token_loss
 from segue.config.learner import LearnerConfig
 from segue.config.root import resolve
@@ -41,6 +41,7 @@ def test_weight_vectors() -> None:
     b = torch.zeros(5, dtype=torch.float64)
     np.testing.assert_allclose(decoupled_weight(_log(*rho), b), rho, atol=1e-9)
     np.testing.assert_allclose(truncated_weight(_log(*rho), b, 2.0), [0.4, 0.9, 1, 1.5, 2], atol=1e-9)
+    np.testing.assert_allclose(masked_weight(_log(*rho), b, 0.5, 5.0), [0, 0.9, 1, 1.5, 0], atol=1e-9)
 
 
 def test_weights_are_clamped_in_the_log_and_never_infinite() -> None:
@@ -73,15 +74,16 @@ def _tokens(seed: int = 0, n: int = 40) -> tuple[torch.Tensor, ...]:
     return cur.requires_grad_(), b, p, torch.randn(n, generator=g, dtype=torch.float64), torch.randint(0, 4, (n,), generator=g)
 
 
-@pytest.mark.parametrize("correction", ["decoupled", "tis", "none"])
+@pytest.mark.parametrize("correction", ["decoupled", "tis", "mask", "none"])
 def test_a_loop_agrees(correction: str) -> None:
-    config = _config(correction=correction)
+    config = _config(correction=correction, mask_range=(0.5, 2.0))
     cur, b, p, advantage, _ = _tokens()
     result = token_loss(config, cur, b, advantage, None if correction == "none" else p)
     for t in range(len(cur)):
         lt, bt, pt, a = (float(x[t]) for x in (cur.detach(), b, p, advantage))
         old = bt if correction == "none" else pt
-        w = {"none": 1.0, "decoupled": math.exp(pt - bt), "tis": min(math.exp(pt - bt), 2.0)}[correction]
+        rho = math.exp(pt - bt)
+        w = {"none": 1.0, "decoupled": rho, "tis": min(rho, 2.0), "mask": rho if 0.5 <= rho <= 2.0 else 0.0}[correction]
         r = math.exp(lt - old)
         want = -w * min(r * a, min(max(r, 0.8), 1.28) * a)
         assert result.loss[t].item() == pytest.approx(want, rel=1e-9)
@@ -105,7 +107,7 @@ def test_with_one_optimizer_step_the_gradient_is_the_weight_times_the_advantage(
         torch.testing.assert_close(grad, -w * advantage)
 
 
-@pytest.mark.parametrize("correction", ["decoupled", "tis", "none"])
+@pytest.mark.parametrize("correction", ["decoupled", "tis", "mask", "none"])
 def test_numeric_derivative_of_the_loss_with_everything_else_held(correction: str) -> None:
     config = _config(correction=correction)
     cur, b, p, advantage, _ = _tokens(1)
@@ -152,7 +154,7 @@ def test_a_ratio_on_the_behaviour_policy_takes_no_weight() -> None:
 @pytest.mark.parametrize(
     ("learner", "words"),
     [
-        ({"correction": "tis", "minibatches": 2}, ["learner.correction = 'tis'", "learner.minibatches = 2", "decoupled"]),
+        ({"correction": "mask", "mask_range": [1.5, 5.0]}, ["learner.mask_range = [1.5, 5]", "must hold 1"]),
         ({"proximal": "loglinear"}, ["learner.proximal = 'loglinear'", "minibatches"]),
         ({"proximal": "loglinear", "correction": "none", "minibatches": 2}, ["'loglinear'", "correction = 'none'"]),
         ({"aggregation": "constant"}, ["learner.constant_length"]),

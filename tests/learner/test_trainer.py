@@ -78,6 +78,8 @@ def naive_loss(lm: LlamaForCausalLM, batch: Batch, config: Config, frozen: Seque
                     old = b + age / (age + 1) * (float(cur[t].detach()) - b)
                 w = math.exp(old - b)
                 w = min(w, learner.weight_cap) if learner.correction == "tis" else w
+                low, high = learner.mask_range
+                w = 0.0 if learner.correction == "mask" and not low <= w <= high else w
             r = torch.exp(cur[t] - old)
             a = member.advantage
             loss = -w * torch.minimum(r * a, r.clamp(1 - learner.clip_low, 1 + learner.clip_high) * a)
@@ -97,6 +99,7 @@ def naive_loss(lm: LlamaForCausalLM, batch: Batch, config: Config, frozen: Seque
         {"aggregation": "token"},
         {"aggregation": "constant", "constant_length": 20},
         {"correction": "tis", "advantage": "rloo"},
+        {"correction": "mask", "mask_range": [0.8, 1.1]},
         {"correction": "none", "advantage": "dr_grpo", "aggregation": "token"},
     ],
 )
@@ -114,10 +117,13 @@ def test_loss_and_gradient_equal_the_loop(learner: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-4)
 
 
-@pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
-def test_two_optimizer_steps_equal_the_loop(proximal: str) -> None:
+@pytest.mark.parametrize(
+    "learner",
+    [{}, {"proximal": "loglinear"}, {"correction": "tis", "weight_cap": 1.1}, {"correction": "mask", "mask_range": [0.8, 1.1]}],
+)
+def test_two_optimizer_steps_equal_the_loop(learner: dict[str, Any]) -> None:
     """Each step has denominators of its own; the recomputed p is that of the weights before the first."""
-    config = learner_config(learner={"minibatches": 2, "proximal": proximal, "lr": 0.05})
+    config = learner_config(learner={"minibatches": 2, "lr": 0.05, **learner})
     batch = random_batch(seed=4, groups=4)
     prepared = prepare_batch(batch, config)
     parts = [

@@ -96,7 +96,7 @@ def sentence(*overrides: str) -> str:
         (["data.prefetch=5"], ["data.prefetch = 5", "staleness.max_age = 4", "lower it"]),
         (["mode=sync", "update.rolling=0.5"], ["update.rolling = 0.5", "mode = 'sync'", "leave it out"]),
         (["learner.aggregation=constant"], ["learner.aggregation = 'constant'", "learner.constant_length", "set it"]),
-        (["learner.correction=tis", "learner.minibatches=2"], ["'tis'", "learner.minibatches = 2", "minibatches = 1"]),
+        (["learner.mask_range=[2.0, 1.0]"], ["learner.mask_range = [2, 1]", "must hold 1"]),
         (["learner.proximal=loglinear"], ["learner.proximal = 'loglinear'", "learner.minibatches = 1", "leave it out"]),
         (["learner.minibatches=17"], ["learner.minibatches = 17", "batch.groups = 16", "lower it"]),
         (["rollout.max_turn_tokens=512"], ["rollout.max_turn_tokens = 512", "rollout.max_tokens = 512", "lower it"]),
