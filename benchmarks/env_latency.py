@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.sweep import Point, Sweep, run
+from benchmarks.tails import mean_of
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.scenario import World
 from segue.config import Config
@@ -23,7 +24,7 @@ from segue.config import Config
 def turn_seconds(world: World) -> float:
     """Seconds that sampling a mean action takes while all slots decode, without KV and prefill."""
     engine, slots = world.scenario.engine, world.config.rollout.slots
-    return world.scenario.workload.action_tokens.mean() * (engine.decode_seconds + engine.decode_seconds_per_request * slots)
+    return mean_of(world, "workload.action_tokens") * (engine.decode_seconds + engine.decode_seconds_per_request * slots)
 
 
 def virtual(world: World, point: Point) -> dict[str, Any]:

@@ -5,8 +5,8 @@ Colours are Okabe and Ito's, told apart by colour-blind readers too; each arm ha
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 PANEL = (4.2, 3.2)
 """Inches."""
 DPI = 150
-STYLE = {
+STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.grid": True,
@@ -63,7 +63,7 @@ class Panel(msgspec.Struct, frozen=True):
 
 def require() -> None:
     """Raises `UserError` where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
+    if find_spec("matplotlib") is None:
         raise UserError("Plots need the package matplotlib, which is not installed: pip install 'segue[plots]' brings it.")
 
 

@@ -216,7 +216,7 @@ def arm_document(runs: Sequence[Measured], sync: Sequence[Measured] | None) -> d
         "speedups": speedups,
         "step_seconds": median(lambda f: f.step_seconds.mean),
         "step_seconds_max": max(f.step_seconds.max for f in figures),
-        "idle_share": {role: median(lambda f, role=role: f.idle_share[role]) for role in figures[0].idle_share},
+        "idle_share": {role: statistics.median(f.idle_share[role] for f in figures) for role in figures[0].idle_share},
         "staleness_bound": figures[0].staleness.bound,
         "staleness_mean": median(lambda f: f.staleness.mean),
         "staleness_max": max((f.staleness.max for f in figures if f.staleness.max is not None), default=None),

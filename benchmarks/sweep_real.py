@@ -1,6 +1,6 @@
 """The points of a sweep for real: `segue train` on a config of the suite `latency`, once per arm and seed, watched from outside.
 
-Efficiency is left out: its ceilings need a learner that is a sink, and one that trains recorded batches, and a real run has neither.
+Efficiency is left out: its ceilings need a learner that is a sink, and one that trains recorded batches; a real run has neither.
 Once it has, an `Efficiency` in what `_measured` makes is all that table, plots and page need. Processes are placed by the system:
 no key of a config pins a role to cores.
 """

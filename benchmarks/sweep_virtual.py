@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.figures import Efficiency, Window, length_bias
 from benchmarks.sweep import At, Measured, Plan, Point
+from benchmarks.tails import mean_of
 from benchmarks.virtual.measure import generation_ceiling, measure, training_ceiling
 from benchmarks.virtual.scenario import LearnerModel, World, build_world, load_world, merged
 from benchmarks.virtual.world import quiet
@@ -83,10 +84,9 @@ def window_of(world: World) -> Window:
 
 def batch_tokens(world: World) -> tuple[float, float]:
     """Mean tokens of an episode, sampled ones and all, as the workload's distributions have them."""
-    workload = world.scenario.workload
-    turns = workload.turns.mean()
-    sampled = turns * workload.action_tokens.mean()
-    return sampled, workload.prompt_tokens.mean() + sampled + (turns - 1.0) * workload.observation_tokens.mean()
+    names = ("turns", "prompt_tokens", "action_tokens", "observation_tokens")
+    turns, prompt, action, observation = (mean_of(world, f"workload.{name}") for name in names)
+    return turns * action, prompt + turns * action + (turns - 1.0) * observation
 
 
 def learner_scale(world: World, generation: float) -> float:

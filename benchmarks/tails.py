@@ -5,12 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from benchmarks.virtual.distributions import Distribution, Draws
+from benchmarks.virtual.scenario import World, distributions
 from segue.errors import UserError
 
 _POINTS = 1000
 _SPREAD_MAX = 6.0
 _HALVINGS = 24
 _MEAN_ROUNDS = 6
+
+
+def mean_of(world: World, name: str) -> float:
+    """The mean of one of a scenario's distributions, cuts included; `name` is its path, for instance "workload.turns"."""
+    return Draws(dict(distributions(world.scenario))[name], 0, world.values.get(name, ())).mean(_POINTS)
 
 
 def longest(spec: Distribution, n: int, points: int = _POINTS) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -30,7 +29,11 @@ TINY: dict[str, Any] = merged(
     {
         "about": "for a test",
         "assumptions": ["A <small> world."],
-        "config": {"steps": 10, "rollout": {"nodes": 1, "slots": 8, "max_turns": 60, "max_tokens": 6000}},
+        "config": {
+            "steps": 10,
+            "envpool": {"step_seconds": 3600.0},
+            "rollout": {"nodes": 1, "slots": 8, "max_turns": 60, "max_tokens": 6000},
+        },
         "engine": {"kv_tokens": 20000},
         "workload": {"turns": {"high": 60.0}},
     },
@@ -251,8 +254,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_without_matplotlib_a_sweep_says_so_before_it_runs(
     scenario: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr("benchmarks.plots.find_spec", lambda name: None)
     out = scenario.parent / "out"
     assert straggler.main(["--scenario", str(scenario), "--points", "2", "--out", str(out)]) == 2
     assert "need the package matplotlib, which is not installed: pip install 'segue[plots]'" in capsys.readouterr().err
@@ -281,7 +283,7 @@ def test_the_table_has_every_figure_and_dashes_for_what_is_not_known() -> None:
     heading, columns, row = sweep_table.point_text("longest/mean", point).split("\n")
     assert heading == "longest/mean 2: ceilings not measured"
     assert columns.split()[:3] == ["arm", "tokens/s", "speed-up"] and len(columns) == len(row)
-    assert row.split() == "sync 1,234 – 2.00 25% 50% 90% 100% – / – of 4 12.5% 1.0% 0.980 0.500".split()
+    assert " ".join(row.split()) == "sync 1,234 – 2.00 25% 50% 90% 100% – / – of 4 12.5% 1.0% 0.980 0.500"
 
 
 def test_a_point_out_of_balance_is_marked() -> None:
