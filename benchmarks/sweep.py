@@ -109,6 +109,7 @@ def parser(sweep: Sweep, about: str | None) -> argparse.ArgumentParser:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--virtual", dest="real", action="store_false", help="in virtual time (default)")
     kind.add_argument("--real", action="store_true", help="whole runs on this machine")
+    parser.set_defaults(real=False)
     parser.add_argument("--points", nargs="*", type=float, metavar="X", help=f"{sweep.axis}; default {_several(sweep.points)}")
     if sweep.spreads:
         parser.add_argument(
