@@ -21,6 +21,9 @@ from segue.ports.rpc import Done, Service
 from segue.ports.scheduler import OPEN_TRAINING, START_EVAL, WATCH_EVENTS, EventsReply, OpenTraining, RunEvent, WatchEvents
 from segue.rundir import JsonLines, RunDir, read_jsonl
 
+SECONDS = 30.0
+"""Until a course that does not end fails its test."""
+
 
 class Scheduler(Service):
     """Opens training, and then tells its events."""
@@ -73,7 +76,7 @@ async def test_a_fatal_event_ends_the_course_and_cancels_nothing_else(config: Co
     learned = asyncio.gather(learner, return_exceptions=True)
     controller = Controller(config, run, scheduler, learned, Console())
     with pytest.raises(RunFailed, match="No node took the weights"):
-        await controller.run()
+        await asyncio.wait_for(controller.run(), SECONDS)
     assert not learner.cancelled() and not learned.done()
     learner.set_result(None)
     await learned
@@ -97,7 +100,7 @@ async def test_a_learner_that_fails_ends_the_course_without_an_evaluation(config
     learner.set_exception(RunFailed("learner-0", "No batch came."))
     controller = Controller(evaluated, run, scheduler, asyncio.gather(learner, return_exceptions=True), Console())
     with pytest.raises(RunFailed, match="No batch came"):
-        await controller.run()
+        await asyncio.wait_for(controller.run(), SECONDS)
     assert START_EVAL.name not in asked
 
 
@@ -172,11 +175,11 @@ async def test_the_step_that_an_interrupt_lets_end_is_noted(
     driver._actors = {"scheduler-0": SimpleNamespace(peer=scheduler)}  # type: ignore[dict-item]
     driver._ends = {asyncio.create_task(learns()): SimpleNamespace(spec=SimpleNamespace(role="learner"))}  # type: ignore[dict-item]
     course = asyncio.create_task(driver._course())
-    await scheduler.all_told.wait()
+    await asyncio.wait_for(scheduler.all_told.wait(), SECONDS)
     driver._interrupted.set()
     if end is None:
-        assert await course == 130
+        assert await asyncio.wait_for(course, SECONDS) == 130
     else:
         with pytest.raises(RunFailed, match="could not be written"):
-            await course
+            await asyncio.wait_for(course, SECONDS)
     assert [line["step"] for line in read_jsonl(run.metrics)] == [0, 1]
