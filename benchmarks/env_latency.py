@@ -60,6 +60,7 @@ SWEEP = Sweep(
     points_real=(0.0, 5.0),
     virtual=virtual,
     real=real,
+    relative=True,
     spreads=(0.0, 1.0),
     spread_limits=(0.0, 3.0),
     spread_label="σ of log latency",

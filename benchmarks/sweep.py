@@ -61,6 +61,7 @@ class Sweep(msgspec.Struct, frozen=True):
     axis, symbol      of the points, in words with their unit, and in short
     low, high         the points allowed
     points, spreads   by default; no spreads: one panel
+    relative          points are in times of sampling an action, which a real sweep then measures first
     virtual           tables over a scenario that put it at a point
     real              overrides of a config that put it at a point; the last argument is the seconds that sampling an action takes
     """
@@ -75,6 +76,7 @@ class Sweep(msgspec.Struct, frozen=True):
     points_real: tuple[float, ...]
     virtual: Callable[[World, Point], dict[str, Any]]
     real: Callable[[Config, Point, float], list[str]]
+    relative: bool = False
     spreads: tuple[float, ...] = ()
     spread_limits: tuple[float, float] = (0.0, 0.0)
     spread_label: str = ""

@@ -45,7 +45,8 @@ def setup(plan: Plan) -> dict[str, Any]:
 def measure_point(plan: Plan, point: Point) -> At:
     """All arms at a point, in turns: each seed once per arm."""
     base = _config(plan, [])
-    settings = plan.sweep.real(base, point, generation_seconds(plan))
+    generate = generation_seconds(plan) if plan.sweep.relative else 0.0
+    settings = plan.sweep.real(base, point, generate)
     runs: dict[str, list[Measured]] = {arm.name: [] for arm in plan.arms}
     for seed in plan.seeds:
         for arm in plan.arms:
@@ -53,7 +54,7 @@ def measure_point(plan: Plan, point: Point) -> At:
             config = _config(plan, overrides)
             window = Window.of(config.steps, config.staleness.max_age)
             runs[arm.name].append(_measured(_train(plan, overrides, window), window, config, seed))
-    return At(point, {"overrides": settings}, runs, {"generation_seconds": generation_seconds(plan)})
+    return At(point, {"overrides": settings}, runs, {"generation_seconds": generate} if generate else {})
 
 
 @functools.cache
