@@ -275,6 +275,9 @@ def run(sweep: Sweep, about: str | None, arguments: Sequence[str] | None = None)
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
+    except KeyboardInterrupt:
+        print("Interrupted; results.json has the points that were done.", file=sys.stderr)
+        return 130
     print(f"{asked.out}/index.html has the figures and plots, {asked.out}/results.json everything.")
     if args.real and not where["quiet"]:
         print(f"note: the machine was busy before the first run (load {where['load_at_start']}); ratios hold, rates do not.")
