@@ -152,6 +152,23 @@ def report(
     return 0
 
 
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)
+@_sentences
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="For instance straggler or env-latency; its options follow.")] = "",
+) -> int:
+    """Run a benchmark; `segue bench NAME --help` tells its options."""
+    from segue.bench import names, run
+
+    if name in ("", "--help", "-h"):
+        print("Usage: segue bench NAME [OPTIONS]; segue bench NAME --help tells the options. Benchmarks: " + ", ".join(names()))
+        return 0
+    return run(name, context.args)
+
+
 def main() -> None:
     """The entry point of the `segue` script."""
     open_missing_streams()

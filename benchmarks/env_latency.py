@@ -1,0 +1,75 @@
+"""What environment latency costs: a sweep over the mean time of an environment step, for several spreads.
+
+    python -m benchmarks.env_latency [--real] [--points 0 1 2 5 10] [--spreads 0 1] [--arms sync async_recompute …] [--out DIR]
+
+A point is the mean latency of a step over the time that sampling an action takes: in virtual time that of a mean action while all
+slots decode, with --real as measured in a first run. The spread is sigma of the logarithm, 0: all steps take the same time.
+What runs: `benchmarks.sweep`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+
+from benchmarks.sweep import Point, Sweep, run
+from benchmarks.tails import mean_of
+from benchmarks.virtual.distributions import Distribution
+from benchmarks.virtual.scenario import World
+from segue.config import Config
+
+
+def turn_seconds(world: World) -> float:
+    """Seconds that sampling a mean action takes while all slots decode, without KV and prefill."""
+    engine, slots = world.scenario.engine, world.config.rollout.slots
+    return mean_of(world, "workload.action_tokens") * (engine.decode_seconds + engine.decode_seconds_per_request * slots)
+
+
+def virtual(world: World, point: Point) -> dict[str, Any]:
+    """Environment steps with the point's mean and spread."""
+    return {"env": {"step_seconds": msgspec.to_builtins(_latency(point, turn_seconds(world)))}}
+
+
+def real(config: Config, point: Point, generation_seconds: float) -> list[str]:
+    """The same of the suite `latency`."""
+    spec = _latency(point, generation_seconds)
+    return [
+        f'task.args.distribution="{spec.kind}"',
+        f"task.args.mean={spec.mean}",
+        f"task.args.spread={spec.spread}",
+    ]
+
+
+def _latency(point: Point, generation_seconds: float) -> Distribution:
+    mean, spread = point.x * generation_seconds, point.spread or 0.0
+    if not mean or not spread:
+        return Distribution(kind="constant", mean=mean)
+    return Distribution(kind="lognormal", mean=mean, spread=spread)
+
+
+SWEEP = Sweep(
+    name="env_latency",
+    title="What environment latency costs",
+    axis="mean latency of a step ÷ generation time of a turn",
+    symbol="latency/generation",
+    low=0.0,
+    high=10.0,
+    points=(0.0, 1.0, 2.0, 5.0, 10.0),
+    points_real=(0.0, 5.0),
+    virtual=virtual,
+    real=real,
+    relative=True,
+    spreads=(0.0, 1.0),
+    spread_limits=(0.0, 3.0),
+    spread_label="σ of log latency",
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run(SWEEP, __doc__, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

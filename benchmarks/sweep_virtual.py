@@ -1,0 +1,117 @@
+"""The points of a sweep in virtual time: a scenario file, put at a point, played once per arm and seed.
+
+Both ceilings belong to a point, not to an arm: generation alone has no updates and no age bound, so that arms do not differ; of
+training alone on recorded batches the best arm's counts, because one that masks tokens would else lower its own ceiling.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from benchmarks.figures import Efficiency, Window, length_bias
+from benchmarks.sweep import At, Measured, Plan, Point
+from benchmarks.tails import mean_of
+from benchmarks.virtual.measure import generation_ceiling, measure, training_ceiling
+from benchmarks.virtual.scenario import LearnerModel, World, build_world, load_world, merged
+from benchmarks.virtual.world import quiet
+from segue.config import parse_overrides
+
+_WARM_SHARE = 4
+"""At least one in so many steps fills the pipeline: where episodes take many steps, the first batches hold short ones only."""
+
+
+def setup(plan: Plan) -> dict[str, Any]:
+    """What all arms share. Raises `UserError` for whatever is wrong with the scenario, an arm or the number of steps."""
+    quiet()
+    base = _world(plan, {}, 0)
+    for point in plan.points:
+        tables = plan.sweep.virtual(base, point)
+        for arm in plan.arms:
+            window_of(_world(plan, tables, 0, arm.tables(base.config, plan.redundancy)))
+    scenario, config = base.scenario, base.config
+    return {
+        "scenario": {name: getattr(scenario, name) for name in ("name", "about", "source", "assumptions")},
+        "batch_groups": config.batch.groups,
+        "group_size": config.group.size,
+        "episodes_in_flight": config.rollout.nodes * config.rollout.max_episodes,
+        "nodes": config.rollout.nodes,
+        "slots": config.rollout.slots,
+        "steps": config.steps,
+        "redundancy": plan.redundancy,
+        "learner": "sized for each point" if plan.sized else "as given",
+    }
+
+
+def measure_point(plan: Plan, point: Point) -> At:
+    """All arms at a point, seed by seed."""
+    base = _world(plan, {}, 0)
+    tables = plan.sweep.virtual(base, point)
+    runs: dict[str, list[Measured]] = {arm.name: [] for arm in plan.arms}
+    scales: list[float] = []
+    for seed in plan.seeds:
+        here = _world(plan, tables, seed)
+        generation = generation_ceiling(here)
+        scale = learner_scale(here, generation) if plan.sized else 1.0
+        scales.append(scale)
+        sized = merged(tables, {"learner": _scaled(here.scenario.learner, scale)})
+        population = batch_tokens(here)[0] / here.scenario.unit
+        played = {}
+        for arm in plan.arms:
+            world = _world(plan, sized, seed, arm.tables(base.config, plan.redundancy))
+            window = window_of(world)
+            figures, ran = measure(world, ceilings=False, window=window)
+            bias = length_bias(ran.lines[window.warm : window.last], ran.lines, population)
+            figures = msgspec.structs.replace(figures, length_bias=bias)
+            played[arm.name] = (figures, training_ceiling(world, ran.works[window.warm : window.last]), ran.seconds)
+        training = max(ceiling for _, ceiling, _ in played.values())
+        for name, (figures, _, seconds) in played.items():
+            efficiency = Efficiency(generation, training, figures.tokens_per_second)
+            whole = msgspec.structs.replace(figures, efficiency=efficiency)
+            runs[name].append(Measured(seed, whole, {"virtual_seconds": seconds}))
+    return At(point, tables, runs, {"learner_scale": statistics.median(scales)})
+
+
+def window_of(world: World) -> Window:
+    """The steps that count. Raises `UserError` when nothing is left of them."""
+    window = Window.of(world.config.steps, world.config.staleness.max_age)
+    return Window(max(window.warm, world.config.steps // _WARM_SHARE), window.last)
+
+
+def batch_tokens(world: World) -> tuple[float, float]:
+    """Mean tokens of an episode, sampled ones and all, as the workload's distributions have them."""
+    names = ("turns", "prompt_tokens", "action_tokens", "observation_tokens")
+    turns, prompt, action, observation = (mean_of(world, f"workload.{name}") for name in names)
+    return turns * action, prompt + turns * action + (turns - 1.0) * observation
+
+
+def learner_scale(world: World, generation: float) -> float:
+    """By what to multiply the learner's times so that it alone trains as fast as generation alone samples."""
+    config, learner = world.config, world.scenario.learner
+    sampled, tokens = (config.batch.groups * config.group.size * count for count in batch_tokens(world))
+    seconds = learner.step_seconds + learner.seconds_per_token * tokens + learner.gather_seconds
+    return sampled / generation / seconds if seconds else 1.0
+
+
+def _scaled(learner: LearnerModel, scale: float) -> dict[str, float]:
+    names = ("step_seconds", "seconds_per_token", "gather_seconds")
+    return {name: scale * getattr(learner, name) for name in names}
+
+
+def _world(plan: Plan, tables: Mapping[str, Any], seed: int, arm: Mapping[str, Any] | None = None) -> World:
+    """The scenario with, one over the other: the point's tables, --set, the seed and steps, the arm."""
+    path = plan.source
+    if not tables and arm is None:
+        return load_world(path, _asked(plan, seed))
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    data = merged(merged(data, tables), _asked(plan, seed))
+    return build_world(merged(data, {"config": arm or {}}), str(path), path.parent)
+
+
+def _asked(plan: Plan, seed: int) -> dict[str, Any]:
+    config: dict[str, Any] = {"seed": seed} | ({"steps": plan.steps} if plan.steps is not None else {})
+    return merged(parse_overrides(plan.overrides), {"config": config})

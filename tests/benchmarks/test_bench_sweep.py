@@ -1,0 +1,314 @@
+"""Sweeps: what is refused, what a sweep in virtual time writes, and what arms must do to each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from virtual_world import SMALL
+
+from benchmarks import env_latency, page, plots, straggler, sweep_table
+from benchmarks.arms import arms, chosen
+from benchmarks.sweep import Plan, Point, Sweep, claim, parser, plan
+from benchmarks.sweep_real import _lines
+from benchmarks.sweep_virtual import batch_tokens, learner_scale, measure_point, setup, window_of
+from benchmarks.tails import heaviness, with_heaviness
+from benchmarks.virtual.distributions import Distribution, Draws
+from benchmarks.virtual.measure import generation_ceiling
+from benchmarks.virtual.scenario import load_world, merged
+from segue.config import Config, load_config
+from segue.config.scheduler import GroupConfig
+from segue.errors import UserError
+
+TINY: dict[str, Any] = merged(
+    SMALL,
+    {
+        "about": "for a test",
+        "assumptions": ["A <small> world."],
+        "config": {
+            "steps": 10,
+            "envpool": {"step_seconds": 3600.0},
+            "rollout": {"nodes": 1, "slots": 8, "max_turns": 60, "max_tokens": 6000},
+        },
+        "engine": {"kv_tokens": 20000},
+        "workload": {"turns": {"high": 60.0}},
+    },
+)
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "latency.toml"
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(tomli_w.dumps(TINY))
+    return path
+
+
+def asked(sweep: Sweep, scenario: Path, *arguments: str) -> Plan:
+    out = scenario.parent / "out"
+    return plan(sweep, parser(sweep, None).parse_args(["--scenario", str(scenario), "--out", str(out), *arguments]))
+
+
+# --- a whole sweep ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_writes_figures_plots_and_a_page_that_fetches_nothing(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = scenario.parent / "out"
+    arguments = ["--scenario", str(scenario), "--out", str(out), "--points", "5", "--spreads", "1.5", "--steps", "10"]
+    assert env_latency.main([*arguments, "--arms", "sync", "async_recompute"]) == 0
+    told = json.loads((out / "results.json").read_text())
+    assert told["benchmark"] == "env_latency" and told["time"] == "virtual" and told["seeds"] == [0]
+    assert {"machine", "versions", "command", "date", "setup", "sweep", "arms"} <= set(told)
+    assert set(told["arms"]) == {"sync", "async_recompute"} and told["setup"]["scenario"]["assumptions"] == ["A <small> world."]
+    (point,) = told["points"]
+    assert (point["x"], point["spread"]) == (5.0, 1.5)
+    assert point["balanced"] == (0.8 <= point["balance"] <= 1.25)
+    ours, theirs = point["arms"]["async_recompute"], point["arms"]["sync"]
+    # Latencies of five times the generation, with a heavy tail: whoever waits for the slowest of a batch loses by a wide margin.
+    assert ours["speedup"] == pytest.approx(ours["tokens_per_second"] / theirs["tokens_per_second"]) and ours["speedup"] > 1.5
+    assert theirs["speedup"] == 1.0 and theirs["staleness_max"] == 0 and theirs["wasted_share"] == pytest.approx(0.0)
+    assert theirs["reprefill_share"] < ours["reprefill_share"] and 0 < ours["staleness_max"] <= 2
+    assert theirs["efficiency"] < ours["efficiency"]
+    ceiling = min(point["generation_ceiling"], point["training_ceiling"])
+    assert ours["efficiency"] == pytest.approx(ours["tokens_per_second"] / ceiling)
+
+    text = (out / "index.html").read_text()
+    names = ("speedup", "efficiency", "idle", "staleness")
+    assert text.count("<svg role='img'") == len(names)
+    for name in names:
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (out / f"{name}.svg").read_text().startswith("<?xml")
+    assert not re.search(r"""\b(src|href)\s*=\s*(?!["']?#)|url\((?!#)|@import|<script|<link|<img""", text)
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]+)"|url\(#([^)"]+)\)', text)) and all(
+        (a or b) in ids for a, b in re.findall(r'href="#([^"]+)"|url\(#([^)"]+)\)', text)
+    )
+    assert (
+        "A &lt;small&gt; world." in text and "async with partial rollouts" in text and "python -m benchmarks.env_latency" in text
+    )
+    assert "mean latency of a step ÷ generation time of a turn" in text  # an axis with its unit
+    printed = capsys.readouterr().out
+    assert "latency/generation 5, spread 1.5: generation alone" in printed and "async_recompute" in printed
+
+
+def test_partial_rollouts_win_over_whole_episodes_where_episodes_have_a_heavy_tail(scenario: Path) -> None:
+    """With episodes that finish before an update, nodes run empty for the longest one; a heavier tail costs sync more."""
+    asks = asked(
+        straggler.SWEEP, scenario, "--points", "1", "4", "--arms", "sync", "async_episode", "async_recompute", "--steps", "12"
+    )
+    shared = setup(asks)
+    assert shared["batch_groups"] == 2 and shared["steps"] == 12 and shared["learner"] == "sized for each point"
+    rates = {}
+    for point in asks.points:
+        at = measure_point(asks, point)
+        rates[point.x] = {name: runs[0].figures.tokens_per_second for name, runs in at.runs.items()}
+        assert at.settings["workload"]["turns"]["mean"] == pytest.approx(4.0, rel=0.1)
+    assert rates[4.0]["async_recompute"] > 1.3 * rates[4.0]["sync"]
+    assert rates[4.0]["async_recompute"] > rates[4.0]["async_episode"]
+    gain = {x: rate["async_recompute"] / rate["sync"] for x, rate in rates.items()}
+    assert gain[4.0] > gain[1.0]
+
+
+# --- points -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", [1.0, 2.0, 8.0])
+def test_a_tail_is_as_heavy_as_asked_and_keeps_the_mean(target: float) -> None:
+    spec = Distribution(kind="lognormal", mean=6.0, spread=0.1, low=1.0, high=400.0)
+    tail = with_heaviness(spec, target, 128, "it")
+    assert heaviness(tail, 128) == pytest.approx(target, rel=1e-3)
+    assert Draws(tail, 0).mean() == pytest.approx(6.0, rel=0.01)
+    longest = []
+    for batch in range(300):
+        draws = Draws(tail, 7)
+        longest.append(max(draws.draw(batch, member, 0) for member in range(128)))
+    assert sum(longest) / len(longest) / 6.0 == pytest.approx(target, rel=0.1)
+
+
+@pytest.mark.full
+def test_the_base_points_are_balanced_by_the_files_themselves() -> None:
+    """The learner's cost in a file is what sizing would set: its factor is 1 within the limits of a fair comparison."""
+    small = {"config": {"batch": {"groups": 4}, "rollout": {"nodes": 1}}}  # a quarter of everything
+    for sweep in (straggler.SWEEP, env_latency.SWEEP):
+        world = load_world(sweep.scenario, merged(small, {"unit": 8}))
+        learner = world.scenario.learner
+        seconds = learner.step_seconds + learner.gather_seconds
+        sampled, tokens = batch_tokens(world)
+        training = 128 * sampled / (seconds + learner.seconds_per_token * 128 * tokens)
+        assert 0.8 <= 4 * generation_ceiling(world) / training <= 1.25
+
+
+def test_sizing_makes_training_as_fast_as_generation(scenario: Path) -> None:
+    world = load_world(scenario)
+    sampled, tokens = batch_tokens(world)
+    learner = world.scenario.learner
+    seconds = learner.step_seconds + learner.seconds_per_token * 8 * tokens + learner.gather_seconds
+    assert learner_scale(world, 10.0) * seconds == pytest.approx(8 * sampled / 10.0)
+
+
+def test_a_latency_point_is_in_generation_times() -> None:
+    world = load_world(env_latency.SWEEP.scenario)
+    table = env_latency.virtual(world, Point(5.0, 1.0))["env"]["step_seconds"]
+    assert table["kind"] == "lognormal" and table["spread"] == 1.0
+    assert table["mean"] == pytest.approx(5 * 64 * (0.02 + 0.0002 * 32), rel=0.01)
+    assert env_latency.virtual(world, Point(0.0, 1.0))["env"]["step_seconds"]["mean"] == 0.0
+
+
+@pytest.mark.parametrize("sweep", [straggler.SWEEP, env_latency.SWEEP], ids=lambda sweep: sweep.name)
+def test_real_points_are_overrides_of_the_config(sweep: Sweep) -> None:
+    base = load_config(CONFIG)
+    for x in sweep.points_real:
+        for arm in arms().values():
+            config = load_config(CONFIG, [*sweep.real(base, Point(x, 1.0), 0.05), *_lines(arm.tables(base, 1))])
+            if sweep is env_latency.SWEEP:
+                assert config.task.args["mean"] == pytest.approx(x * 0.05)
+            else:
+                assert config.task.args["mean"] == 0.3 and (config.task.args["spread"] > 0.0) == (x > 1.0)
+
+
+# --- arms -------------------------------------------------------------------------------------------------------------------
+
+
+def test_arms_share_all_but_what_they_are_about() -> None:
+    base = load_config(CONFIG)
+    configs: dict[str, Config] = {name: load_config(CONFIG, _lines(arm.tables(base, 2))) for name, arm in arms().items()}
+    for config in configs.values():
+        for table in ("task", "batch", "rollout", "envpool", "learner"):
+            assert getattr(config, table).model_dump() == getattr(configs["sync"], table).model_dump()
+        assert config.group.size == base.group.size and config.seed == base.seed
+    assert {name: c.update.inflight for name, c in configs.items() if c.mode == "async" and "redundant" not in name} == {
+        f"async_{way}": way for way in ("episode", "turn", "recompute", "keep")
+    }
+    assert {c.staleness.max_age for c in configs.values() if c.mode == "async"} == {4}
+    assert configs["one_step_off"].staleness.max_age == 1 and configs["one_step_off"].update.inflight == "episode"
+    assert configs["async_episode"].update.drain_seconds == base.rollout.wall_seconds
+
+
+def test_redundant_arms_are_there_once_segue_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {key: field for key, field in GroupConfig.model_fields.items() if key != "redundancy"}
+    monkeypatch.setattr(GroupConfig, "__pydantic_fields__", fields)
+    assert not any("redundant" in name for name in arms())
+    with pytest.raises(UserError, match="There is no arm async_redundant: known are sync"):
+        chosen(["async_redundant"])
+    monkeypatch.setattr(GroupConfig, "__pydantic_fields__", fields | {"redundancy": fields["size"]})
+    assert [name for name in arms() if "redundant" in name] == ["sync_redundant", "async_redundant"]
+    assert arms()["async_redundant"].tables(load_config(CONFIG), 3)["group"] == {"redundancy": 3}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--points", "30"], "--points 30 is out of range: give values between 1 and 20."),
+        (["--points", "nan"], "--points nan is out of range: give values between 1 and 20."),
+        (["--points"], "--points names no value: give some between 1 and 20, or leave it out."),
+        (["--arms"], "A sweep without arms compares nothing: name some of sync"),
+        (["--arms", "sync", "fast"], "There is no arm fast: known are sync"),
+        (["--repeats", "0"], "--repeats 0 is too low: give 1 or more."),
+        (["--steps", "0"], "--steps 0 is too low: give 1 or more."),
+        (["--arms", "async_keep", "--steps", "5"], "5 steps leave no steady state with staleness.max_age = 2: use 8 or more."),
+        (["--points", "20"], "--points 20: the longest of 8 cannot be 20 times the mean"),
+        (["--set", "engine.decode_second=1"], "did you mean engine.decode_seconds?"),
+        (["--set", "config.batch.group=1"], "did you mean batch.groups?"),
+        (["--scenario", "none.toml"], "There is no scenario file none.toml"),
+    ],
+)
+def test_an_impossible_sweep_is_one_sentence(
+    arguments: list[str], sentence: str, scenario: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    standard = ["--scenario", str(scenario), "--out", str(scenario.parent / "out"), "--points", "2"]
+    assert straggler.main([*standard, *arguments]) == 2
+    told = capsys.readouterr().err.strip()
+    assert sentence in told and "\n" not in told
+
+
+def test_a_spread_out_of_range_and_a_config_of_another_suite_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert env_latency.main(["--out", str(tmp_path / "a"), "--spreads", "9"]) == 2
+    assert "--spreads 9 is out of range: give values between 0 and 3." in capsys.readouterr().err
+    arguments = ["--real", "--config", str(CONFIG.parent / "quickstart.toml"), "--out", str(tmp_path / "b")]
+    assert straggler.main(arguments) == 2
+    assert "sweep a config whose task.env is 'latency'." in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "new" / "deep").parent.mkdir()
+    claim(tmp_path / "new" / "deep")
+    claim(tmp_path / "new" / "deep")  # empty: nobody uses it
+    (tmp_path / "new" / "deep" / "results.json").write_text("{}")
+    with pytest.raises(UserError, match=r"exists already and is not an empty folder: give --out another name, or remove it\."):
+        claim(tmp_path / "new" / "deep")
+    with pytest.raises(UserError, match="exists already and is not an empty folder"):
+        claim(tmp_path / "new" / "deep" / "results.json")
+    with pytest.raises(UserError, match="cannot be made"):
+        claim(tmp_path / "new" / "deep" / "results.json" / "more")
+
+
+def test_without_matplotlib_a_sweep_says_so_before_it_runs(
+    scenario: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("benchmarks.plots.find_spec", lambda name: None)
+    out = scenario.parent / "out"
+    assert straggler.main(["--scenario", str(scenario), "--points", "2", "--out", str(out)]) == 2
+    assert "need the package matplotlib, which is not installed: pip install 'segue[plots]'" in capsys.readouterr().err
+    assert not out.exists()
+
+
+# --- table and page ---------------------------------------------------------------------------------------------------------
+
+ARM: dict[str, Any] = {
+    "tokens_per_second": 1234.0,
+    "speedup": None,
+    "step_seconds": 2.0,
+    "idle_share": {"rollout": 0.25, "learner": 0.5, "envpool": 0.9, "scheduler": 1.0},
+    "staleness_mean": None,
+    "staleness_max": None,
+    "staleness_bound": 4,
+    "reprefill_share": 0.125,
+    "wasted_share": 0.01,
+    "length_bias": 0.98,
+    "efficiency": 0.5,
+}
+
+
+def test_the_table_has_every_figure_and_dashes_for_what_is_not_known() -> None:
+    point = {"x": 2.0, "spread": None, "arms": {"sync": ARM}}
+    heading, columns, row = sweep_table.point_text("longest/mean", point).split("\n")
+    assert heading == "longest/mean 2: ceilings not measured"
+    assert columns.split()[:3] == ["arm", "tokens/s", "speed-up"] and len(columns) == len(row)
+    assert " ".join(row.split()) == "sync 1,234 – 2.00 25% 50% 90% 100% – / – of 4 12.5% 1.0% 0.980 0.500"
+
+
+def test_a_point_out_of_balance_is_marked() -> None:
+    ceilings = {"generation_ceiling": 2000.0, "training_ceiling": 1000.0, "balance": 2.0, "balanced": False}
+    text = sweep_table.ceilings_text(ceilings)
+    assert text == "generation alone 2,000, training alone 1,000 tokens/s, balance 2.00: NOT BALANCED (0.8 to 1.25)"
+    assert "NOT" not in sweep_table.ceilings_text(ceilings | {"balance": 1.0, "balanced": True})
+
+
+def test_plots_without_a_figure_are_left_out_and_ids_stay_apart(tmp_path: Path) -> None:
+    arms = {"sync": ARM | {"efficiency": None, "speedup": 1.0}}
+    document = {
+        "arms": {"sync": {}},
+        "sweep": {"axis": "x", "spread_label": "σ"},
+        "points": [{"x": x, "spread": None, "arms": arms} for x in (1.0, 2.0)],
+    }
+    drawn = plots.draw(document, tmp_path)
+    assert [plot.name for plot in drawn] == ["speedup", "idle"]
+    assert len(plots.COLOURS) == len(plots.MARKERS) >= len(arms)
+    inline = page.inline(drawn[0])
+    assert inline.startswith("<svg role='img' aria-label='Speed-up over sync'") and "<metadata" not in inline
+    assert all(name.startswith("speedup-") for name in re.findall(r'\bid="([^"]+)"', inline))
+
+
+def test_the_window_leaves_out_what_a_heavy_tail_fills() -> None:
+    world = load_world(straggler.SWEEP.scenario, {"config": {"steps": 40}})
+    assert (window_of(world).warm, window_of(world).last) == (10, 34)
