@@ -1,10 +1,13 @@
 """What holds for every test."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads beside another busy process are far slower
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A slow machine is no failure: no deadline per example, and no health check of how fast examples come.
@@ -17,3 +20,11 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Virtual time logs only what is wrong, from its first run in a process on; other tests read more."""
+    before = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(before)

@@ -56,6 +56,7 @@ def asked(sweep: Sweep, scenario: Path, *arguments: str) -> Plan:
 # --- a whole sweep ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_a_sweep_writes_figures_plots_and_a_page_that_fetches_nothing(scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = scenario.parent / "out"
     arguments = ["--scenario", str(scenario), "--out", str(out), "--points", "5", "--spreads", "1.5", "--steps", "10"]
@@ -96,6 +97,7 @@ def test_a_sweep_writes_figures_plots_and_a_page_that_fetches_nothing(scenario: 
     assert "latency/generation 5, spread 1.5: generation alone" in printed and "async_recompute" in printed
 
 
+@pytest.mark.processes
 def test_partial_rollouts_win_over_whole_episodes_where_episodes_have_a_heavy_tail(scenario: Path) -> None:
     """With episodes that finish before an update, nodes run empty for the longest one; a heavier tail costs sync more."""
     asks = asked(

@@ -65,6 +65,7 @@ def seen(played: World) -> Observed:
     return observe(ran.lines, ran.scrapes[window.warm], ran.scrapes[window.last], window, played.config.rollout.slots)
 
 
+@pytest.mark.processes
 def test_a_held_out_run_is_predicted_from_two_others() -> None:
     observed = [seen(world(2)), seen(world(7))]
     scenario, values = fit(observed, world(2).config)

@@ -13,6 +13,8 @@ from benchmarks.virtual.scenario import World
 from benchmarks.virtual.world import Ran, play
 from segue.metrics.vocabulary import PREFILL_CAUSES
 
+pytestmark = pytest.mark.processes  # whole runs, if in one process
+
 TAIL: dict[str, Any] = {
     "env": {"step_seconds": {"kind": "pareto", "mean": 4.0, "spread": 1.5, "high": 50.0}, "reset_seconds": {"mean": 0.5}},
     "workload": {"turns": {"kind": "lognormal", "mean": 4.0, "spread": 0.9, "low": 1.0, "high": 20.0}},

@@ -34,6 +34,8 @@ from segue.errors import RunFailed, UserError
 from segue.metrics.vocabulary import PREFILL_CAUSES
 from segue.ports.scheduler import Transfer, TransferResult
 
+pytestmark = pytest.mark.processes  # whole runs, if in one process
+
 MODES: dict[str, dict[str, Any]] = {
     "recompute": {"mode": "async"},
     "keep": {"mode": "async", "update": {"inflight": "keep"}},

