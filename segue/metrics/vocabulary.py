@@ -47,7 +47,7 @@ STATE_MEANINGS: dict[str, dict[str, str]] = {
     },
     "weightsync": {
         "stage": "receives weights while the engine generates",
-        "transfer": "sends weights",
+        "transfer": "a transfer runs: waits for its receivers, then sends weights",
         "load": "puts them into the paused engine",
         "wait_version": "no transfer runs",
     },

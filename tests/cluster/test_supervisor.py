@@ -132,7 +132,7 @@ def test_deaths_that_may_be_are_no_cause(prepared: Prepared, monkeypatch: pytest
 def test_a_start_that_is_stuck_ends(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = prepared.config.cluster.model_copy(update={"start_seconds": 0.1})
     stuck = Prepared(prepared.config.model_copy(update={"cluster": cluster}), prepared.run, "x", "", 1)
-    with pytest.raises(RunFailed, match=r"did not start within cluster\.start_seconds = 0\.1"):
+    with pytest.raises(RunFailed, match=r"did not start within twice cluster\.start_seconds = 0\.1"):
         under_watch(stuck, "time.sleep(600)", monkeypatch)
 
 

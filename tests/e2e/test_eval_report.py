@@ -31,6 +31,7 @@ def test_eval_of_a_config_is_that_of_its_starting_model(smoke: Path, finished: P
     assert result["success"] == summary_of(finished)["eval"]["before"]["success"], "greedy, on the same tasks and weights"
 
 
+@pytest.mark.full
 def test_eval_of_a_run_is_that_of_its_newest_checkpoint(finished: Path, tmp_path: Path) -> None:
     command = segue("eval", finished, cwd=tmp_path)
     assert command.wait() == 0, command.tails()

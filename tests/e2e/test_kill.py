@@ -47,8 +47,8 @@ def process(name: str) -> Callable[[Command], int]:
     [
         (role("rollout-0"), "rollout-0"),
         (role("learner-0"), "learner-0"),
-        (role("scheduler-0"), "scheduler-0"),
-        (process("gcs_server"), "Ray's control store (gcs_server)"),
+        pytest.param(role("scheduler-0"), "scheduler-0", marks=pytest.mark.full),
+        pytest.param(process("gcs_server"), "Ray's control store (gcs_server)", marks=pytest.mark.full),
         (process("raylet"), "Ray's node process (raylet)"),
         (process("segue.cluster.driver"), "The driver"),
     ],
@@ -63,6 +63,7 @@ def test_the_death_of_a_part_the_run_needs_is_named(
     assert RunDir.open(tmp_path / "run").latest_checkpoint().step >= 1
 
 
+@pytest.mark.full
 def test_one_of_two_nodes(smoke: Path, tmp_path: Path) -> None:
     with running(smoke, tmp_path / "run", "--set", "rollout.nodes=2") as command:
         kill(command.role_pid("rollout-1"))

@@ -54,6 +54,7 @@ def assert_one_step_off(run: Path, summary: dict[str, Any]) -> None:
     assert summary["staleness"]["multi_version_ratio"] == 0.0, "whole episodes finish before new weights come"
 
 
+@pytest.mark.full
 def test_sync_trains_nothing_of_older_weights(smoke: Path, tmp_path: Path) -> None:
     assert_synchronous(tmp_path / "run", trained(smoke, tmp_path / "run", "--set", "mode=sync"))
 
@@ -62,7 +63,6 @@ def test_one_step_off_is_one_step_off_serially(smoke: Path, tmp_path: Path) -> N
     assert_one_step_off(tmp_path / "run", trained(smoke, tmp_path / "run", "--set", "mode=one_step_off", "--serial"))
 
 
-@pytest.mark.full
 def test_sync_serially(smoke: Path, tmp_path: Path) -> None:
     assert_synchronous(tmp_path / "run", trained(smoke, tmp_path / "run", "--set", "mode=sync", "--serial"))
 

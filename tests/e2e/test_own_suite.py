@@ -106,6 +106,7 @@ def test_some_failures_of_an_evaluation_are_a_warning_and_many_of_training_end_t
     assert len([line for line in command.out if "set aside" in line]) == 5, "not one for each"
 
 
+@pytest.mark.full
 def test_on_ray_the_pools_log_has_the_traceback_and_the_module_is_found_too(smoke: Path, model: Path, tmp_path: Path) -> None:
     write(tmp_path, "True")
     run = tmp_path / "run"

@@ -76,7 +76,7 @@ async def test_every_bucket_comes_from_its_source_bit_for_bit(ranks: Ranks) -> N
                 total = kept.nbytes
         assert sum(shares) == total and min(shares) > 0
         async with asyncio.timeout(WATCHDOG):  # the source is not asked whether it is done: only receivers are
-            while (sent := ranks.gauged.metrics.value("segue_weight_sync_bytes_total")) < (step + 1) * shares[1]:
+            while (sent := ranks.gauged.metrics.value("segue_weight_sync_bytes_total")) < (step + 1) * shares[1]:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert sent == (step + 1) * shares[1]
     assert ranks.gauged.failures("transfer") == ranks.gauged.failures("stage") == 0
