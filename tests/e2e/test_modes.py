@@ -55,7 +55,7 @@ def assert_one_step_off(run: Path, summary: dict[str, Any]) -> None:
 
 
 @pytest.mark.full
-def test_sync_trains_nothing_of_older_weights(smoke: Path, tmp_path: Path) -> None:
+def test_sync_on_ray(smoke: Path, tmp_path: Path) -> None:
     assert_synchronous(tmp_path / "run", trained(smoke, tmp_path / "run", "--set", "mode=sync"))
 
 
@@ -63,7 +63,7 @@ def test_one_step_off_is_one_step_off_serially(smoke: Path, tmp_path: Path) -> N
     assert_one_step_off(tmp_path / "run", trained(smoke, tmp_path / "run", "--set", "mode=one_step_off", "--serial"))
 
 
-def test_sync_serially(smoke: Path, tmp_path: Path) -> None:
+def test_sync_trains_nothing_of_older_weights(smoke: Path, tmp_path: Path) -> None:
     assert_synchronous(tmp_path / "run", trained(smoke, tmp_path / "run", "--set", "mode=sync", "--serial"))
 
 
