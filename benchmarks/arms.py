@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from segue.config import Config
-from segue.config.scheduler import GroupConfig
 from segue.errors import UserError
 
 _DEADLINE_SECONDS = 600.0
@@ -65,22 +64,17 @@ _ALL = (
     _partial("async_keep", "keep", "async with partial rollouts: an update freezes turns, which go on with their old KV"),
     _partial("async_redundant", "recompute", "async_recompute, and each group begins with r members more", redundant=True),
 )
-
-
-def arms() -> dict[str, Arm]:
-    """All arms by name; those with redundancy where Segue's config has `group.redundancy`."""
-    known = "redundancy" in GroupConfig.model_fields
-    return {arm.name: arm for arm in _ALL if known or not arm.redundant}
+ARMS = {arm.name: arm for arm in _ALL}
+"""All arms by name, in the order of tables and plots."""
 
 
 def chosen(names: Sequence[str] | None) -> list[Arm]:
-    """Those named, in the order of `arms`; None: all. Raises `UserError` when a name is unknown, or none is given."""
-    known = arms()
+    """Those named, in the order of `ARMS`; None: all. Raises `UserError` when a name is unknown, or none is given."""
     if names is None:
-        return list(known.values())
+        return list(ARMS.values())
     for name in names:
-        if name not in known:
-            raise UserError(f"There is no arm {name}: known are {', '.join(known)}.")
+        if name not in ARMS:
+            raise UserError(f"There is no arm {name}: known are {', '.join(ARMS)}.")
     if not names:
-        raise UserError(f"A sweep without arms compares nothing: name some of {', '.join(known)}.")
-    return [arm for name, arm in known.items() if name in names]
+        raise UserError(f"A sweep without arms compares nothing: name some of {', '.join(ARMS)}.")
+    return [arm for name, arm in ARMS.items() if name in names]

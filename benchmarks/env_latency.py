@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.sweep import Point, Sweep, run
-from benchmarks.tails import mean_of
+from benchmarks.tails import mean_of, suite_latency
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.scenario import World
 from segue.config import Config
@@ -34,12 +34,7 @@ def virtual(world: World, point: Point) -> dict[str, Any]:
 
 def real(config: Config, point: Point, generation_seconds: float) -> list[str]:
     """The same of the suite `latency`."""
-    spec = _latency(point, generation_seconds)
-    return [
-        f'task.args.distribution="{spec.kind}"',
-        f"task.args.mean={spec.mean}",
-        f"task.args.spread={spec.spread}",
-    ]
+    return suite_latency(_latency(point, generation_seconds))
 
 
 def _latency(point: Point, generation_seconds: float) -> Distribution:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.learning_cells import CORRECTIONS, SYNC
+from benchmarks.plots import COLOURS, MARKERS, STYLE, save
 
-STYLE = {"none": ("#555555", "x"), "decoupled": ("#0072b2", "o"), "tis": ("#d55e00", "s"), "loglinear": ("#009e73", "^")}
-STYLE |= {"mask": ("#cc79a7", "D")}
-"""Colours that people with any colour vision can tell apart, and a marker each."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def plot(figures: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write success.svg and success.png; nothing, and an empty list, where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "success"}):
+        return save(_draw(Figure(figsize=(7.5, 4.5), layout="constrained"), figures), folder, "success")
+
+
+def _draw(figure: Figure, figures: Mapping[str, Any]) -> Figure:
     axes = figure.subplots()
     rows = figures["rows"]
     ages = sorted({r["age"] for r in rows})
@@ -34,7 +39,7 @@ def plot(figures: Mapping[str, Any], folder: Path) -> list[Path]:
         mine = [r for r in rows if r["correction"] == name]
         if not mine:
             continue
-        colour, marker = STYLE[name]
+        colour, marker = COLOURS[number + 1], MARKERS[number]  # the first colour, black, is synchronous training's
         shift = 0.07 * (number - (len(CORRECTIONS) - 1) / 2)  # side by side, so that bars can be told apart
         below = [r["success"] - r["success_interval"][0] if r["success_interval"] is not None else 0.0 for r in mine]
         axes.errorbar(
@@ -52,11 +57,7 @@ def plot(figures: Mapping[str, Any], folder: Path) -> list[Path]:
     axes.set_xlabel("age η of every trained token, in steps")
     axes.set_ylabel("success on held-out tasks")
     axes.set_ylim(0.0, 1.02)
-    axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)
     seeds = sorted({seed for r in rows for seed in r["seeds"]})
     axes.set_title(f"Staleness ablation, {len(seeds)} seed{'s' * (len(seeds) != 1)}, 95 % intervals (Student's t)", fontsize=10)
-    paths = [folder / f"success.{kind}" for kind in ("svg", "png")]
-    for path in paths:
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
-    return paths
+    return figure

@@ -1,4 +1,4 @@
-"""The plots of a sweep, each as SVG and PNG: speed-up, efficiency, idle shares, staleness over the sweep's axis.
+"""How plots of benchmarks look, and those of a sweep: speed-up, efficiency, idle shares, staleness over its axis, as SVG and PNG.
 
 Colours are Okabe and Ito's, told apart by colour-blind readers too; each arm has a marker of its own besides.
 """
@@ -78,6 +78,14 @@ def draw(document: Document, folder: Path) -> list[Drawn]:
     return drawn
 
 
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """NAME.svg and NAME.png. Without a date: the same figures give the same file."""
+    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
+    figure.savefig(paths[0], metadata={"Date": None})
+    figure.savefig(paths[1], dpi=DPI)
+    return paths
+
+
 def _plots(document: Document) -> list[tuple[str, str, list[Panel]]]:
     spreads = list(dict.fromkeys(point["spread"] for point in document["points"]))
 
@@ -137,9 +145,7 @@ def _draw(document: Document, name: str, panels: Sequence[Panel], folder: Path) 
         for axis in list(axes.flat)[len(panels) :]:
             axis.set_axis_off()
         _legend(figure, axes.flat[0])
-        # No date: the same figures give the same file.
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-        figure.savefig(folder / f"{name}.png", dpi=DPI)
+        save(figure, folder, name)
     return (folder / f"{name}.svg").read_text(encoding="utf-8")
 
 

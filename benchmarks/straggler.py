@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.sweep import Point, Sweep, run
-from benchmarks.tails import with_heaviness
+from benchmarks.tails import suite_latency, with_heaviness
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.scenario import World
 from segue.config import Config
@@ -41,11 +41,7 @@ def real(config: Config, point: Point, generation_seconds: float) -> list[str]:
     draws = round(config.batch.groups * config.group.size * turns)
     mean = float(args.get("mean") or _LATENCY_SECONDS)
     tail = with_heaviness(Distribution(mean=mean), point.x, draws, f"--points {point.x:g}")
-    return [
-        f'task.args.distribution="{tail.kind}"',
-        f"task.args.mean={mean}",
-        f"task.args.spread={tail.spread}",
-    ]
+    return suite_latency(msgspec.structs.replace(tail, mean=mean))  # nothing is cut for real, so that its own mean is exact
 
 
 SWEEP = Sweep(

@@ -116,7 +116,7 @@ class Core:
             raise not_started(f"this vLLM cannot be used: {problems[0]}")
         self._names = {process: process.name() for process in self._processes if process.is_running()}
         self._shared = shared_memory_of(self.pids())
-        self._printed = Printed()
+        self._printed.forget()
 
     def _open(self) -> _Llm:
         llm = _Llm.from_engine_args(AsyncEngineArgs(**self._arguments))
@@ -155,10 +155,13 @@ class Core:
                 self._die(f"{type(error).__name__} while a step of vLLM's was taken: {error}")
                 return
             client.outputs_queue.task_done()
+            self._printed.forget()
 
     def _why(self, error: Exception) -> str:
-        """The first exception its processes printed, else which of them is gone; vLLM's own error says to look above."""
-        cause = cause_of(self._printed.read())
+        """The first exception that its processes printed after the last step, else which of them is gone: vLLM's own error says
+        to look above."""
+        theirs = "\n".join(line for line in self._printed.read().splitlines() if line.startswith("("))  # (EngineCore pid=…) …
+        cause = cause_of(theirs)
         if cause and not cause.endswith(": cancelled"):  # a worker's, whose core is gone
             return cause
         gone = [name for process, name in self._names.items() if not _lives(process)]
@@ -232,6 +235,7 @@ class Core:
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
+        shared = self._shared | shared_memory_of(self.pids())  # also of a start that did not come to its end
         if self._llm is not None:
             self._llm.shutdown(timeout=END_SECONDS)
         _, alive = psutil.wait_procs(self._processes, timeout=END_SECONDS)
@@ -239,7 +243,7 @@ class Core:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(alive, timeout=END_SECONDS)
-        remove(self._shared)
+        remove(shared)
 
 
 def _lives(process: psutil.Process) -> bool:

@@ -67,6 +67,11 @@ class Printed:
 
     def __init__(self) -> None:
         self._path = Path("/proc/self/fd/2")
+        self._from = -1
+        self.forget()
+
+    def forget(self) -> None:
+        """What was printed up to now is of no interest."""
         self._from = self._size()
 
     def _size(self) -> int:

@@ -53,6 +53,7 @@ class Leases:
             self.fence(old, "replaced", now)
         node = Node(name, session, max_episodes, now)
         t.nodes.add(node)
+        t.fences.pop(name, None)
         t.tally.count("joined")
         t.standing = True
         t.timers.arm(LEASE, name, now + self._lease_seconds)

@@ -23,7 +23,7 @@ class Tables:
     Notes: `lost` are attempts that ended with their node or their deadline, `left` nodes whose session ended, `freed` nodes
     with a new free place, `unplaced` episodes that began to wait; `room` says that admission may have opened, `standing` that
     a node came, went or loaded, or that a version was published. `sharing` are nodes with a quota, `parks_ordered` parks are
-    under way, `stopped` is why there is no more work.
+    under way, `stopped` is why there is no more work. `fences` are the nodes that were fenced and have not come back, with why.
     """
 
     def __init__(self, config: Config) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -99,7 +98,7 @@ class Driver:
         self._ends: dict[asyncio.Task[Any], _Actor] = {}
         self._restarts: set[asyncio.Task[Any]] = set()
         self._silent: set[str] = set()
-        self._starting: set[str] = set()
+        self._late: list[str] = []
         self._pool_restarts = 0
         self._rendezvous = ""
         self._interrupted = asyncio.Event()
@@ -181,27 +180,19 @@ class Driver:
     def _watch(self, actor: _Actor) -> None:
         self._ends[asyncio.create_task(actor.remote("run"))] = actor
 
-    def _has_come(self, name: str, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled():
-            self._starting.discard(name)
-
     async def _each(self, actors: Iterable[_Actor], do: Callable[[_Actor], Coroutine[Any, Any, Any]], done_is: str = "") -> None:
         """`do` for all at once; the first failure is raised at once, deaths before others. `done_is` goes to the log."""
         began = asyncio.get_running_loop().time()
-        tasks = []
-        for actor in actors:
-            task = asyncio.create_task(do(actor))
-            self._starting.add(actor.name)
-            task.add_done_callback(functools.partial(self._has_come, actor.name))
-            tasks.append(task)
+        tasks = {asyncio.create_task(do(actor)): actor.name for actor in actors}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failed = [task for task in done if task.exception() is not None]
             if failed:
-                raise await first_cause(failed, tasks)
+                raise await first_cause(failed, list(tasks))
             if done_is:
                 log.info("%s after another %.1f s", done_is, asyncio.get_running_loop().time() - began)
         finally:
+            self._late = sorted(name for task, name in tasks.items() if not task.done())
             for task in tasks:
                 task.cancel()
 
@@ -211,7 +202,7 @@ class Driver:
             async with asyncio.timeout(seconds):
                 return await work
         except TimeoutError:
-            waited = f" ({', '.join(sorted(self._starting))} had not come yet)" if self._starting else ""
+            waited = f" ({', '.join(self._late)} had not come yet)" if self._late else ""
             raise RunFailed(
                 "start",
                 f"{what} took longer than cluster.start_seconds = {seconds:g}{waited}: raise it, for instance "

@@ -29,10 +29,10 @@ from segue.model_folder import check_weight_files
 
 PACKAGE = "pypi:"
 NEEDED = ("gguf", "accelerate")
-_MAGIC = b"GGUF"
 """What transformers reads a GGUF file with."""
 TEMPLATE = "chat_template.jinja"
 _CODE = "segue/cluster/gguf.py"
+_MAGIC = b"GGUF"
 _WHOLE = ("config.json", "tokenizer_config.json")
 CONVERSION_SECONDS = 3600.0
 """For the child that converts a GGUF file: far more than any model takes that a CPU can train."""

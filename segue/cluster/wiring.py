@@ -251,7 +251,7 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
             tokenizer=tokenizer,
             engine_args=rollout.engine_args,
             worker_extension="segue.cluster.vllm_worker.Extension",
-            start_seconds=0.9 * config.cluster.start_seconds,  # before the driver loses patience: the engine knows what it lacks
+            start_seconds=0.9 * config.cluster.start_seconds,  # it knows what it lacks: it should speak before the driver
             staged=config.weightsync.staging != "none",
         )
     from rollout.embedded import EmbeddedEngine

@@ -12,7 +12,7 @@ import tomli_w
 from virtual_world import SMALL
 
 from benchmarks import env_latency, page, plots, straggler, sweep_table
-from benchmarks.arms import arms, chosen
+from benchmarks.arms import ARMS, chosen
 from benchmarks.sweep import Plan, Point, Sweep, claim, parser, plan
 from benchmarks.sweep_real import _lines
 from benchmarks.sweep_virtual import batch_tokens, learner_scale, measure_point, setup, window_of
@@ -21,7 +21,6 @@ from benchmarks.virtual.distributions import Distribution, Draws
 from benchmarks.virtual.measure import generation_ceiling
 from benchmarks.virtual.scenario import load_world, merged
 from segue.config import Config, load_config
-from segue.config.scheduler import GroupConfig
 from segue.errors import UserError
 
 TINY: dict[str, Any] = merged(
@@ -165,7 +164,7 @@ def test_a_latency_point_is_in_generation_times() -> None:
 def test_real_points_are_overrides_of_the_config(sweep: Sweep) -> None:
     base = load_config(CONFIG)
     for x in sweep.points_real:
-        for arm in arms().values():
+        for arm in ARMS.values():
             config = load_config(CONFIG, [*sweep.real(base, Point(x, 1.0), 0.05), *_lines(arm.tables(base, 1))])
             if sweep is env_latency.SWEEP:
                 assert config.task.args["mean"] == pytest.approx(x * 0.05)
@@ -178,7 +177,7 @@ def test_real_points_are_overrides_of_the_config(sweep: Sweep) -> None:
 
 def test_arms_share_all_but_what_they_are_about() -> None:
     base = load_config(CONFIG)
-    configs: dict[str, Config] = {name: load_config(CONFIG, _lines(arm.tables(base, 2))) for name, arm in arms().items()}
+    configs: dict[str, Config] = {name: load_config(CONFIG, _lines(arm.tables(base, 2))) for name, arm in ARMS.items()}
     for config in configs.values():
         for table in ("task", "batch", "rollout", "envpool", "learner"):
             assert getattr(config, table).model_dump() == getattr(configs["sync"], table).model_dump()
@@ -191,15 +190,12 @@ def test_arms_share_all_but_what_they_are_about() -> None:
     assert configs["async_episode"].update.drain_seconds == base.rollout.wall_seconds
 
 
-def test_redundant_arms_are_there_once_segue_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = {key: field for key, field in GroupConfig.model_fields.items() if key != "redundancy"}
-    monkeypatch.setattr(GroupConfig, "__pydantic_fields__", fields)
-    assert not any("redundant" in name for name in arms())
-    with pytest.raises(UserError, match="There is no arm async_redundant: known are sync"):
-        chosen(["async_redundant"])
-    monkeypatch.setattr(GroupConfig, "__pydantic_fields__", fields | {"redundancy": fields["size"]})
-    assert [name for name in arms() if "redundant" in name] == ["sync_redundant", "async_redundant"]
-    assert arms()["async_redundant"].tables(load_config(CONFIG), 3)["group"] == {"redundancy": 3}
+def test_redundant_arms_begin_with_more_members() -> None:
+    assert [arm.name for arm in ARMS.values() if arm.redundant] == ["sync_redundant", "async_redundant"]
+    base = load_config(CONFIG)
+    assert ARMS["async_redundant"].tables(base, 3)["group"] == {"redundancy": 3} and "group" not in ARMS["sync"].tables(base, 3)
+    with pytest.raises(UserError, match="There is no arm async_redundnt: known are sync"):
+        chosen(["async_redundnt"])
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------------

@@ -129,6 +129,19 @@ async def test_an_interrupt_whose_checkpoint_fails_says_so(
     await driver._interrupt(course, asyncio.gather(futures[0], return_exceptions=True))
 
 
+async def test_a_start_that_takes_too_long_names_who_is_missing(config: Config, run: RunDir, tmp_path: Path) -> None:
+    cluster = config.cluster.model_copy(update={"start_seconds": 0.05})
+    driver = Driver(Job(run, config.model_copy(update={"cluster": cluster}), "x", 1, "", False, Report(), Console(), tmp_path))
+    actors: list[Any] = [SimpleNamespace(name=name) for name in ("learner-0", "rollout-1", "rollout-0")]
+
+    async def start(actor: Any) -> None:
+        if actor.name.startswith("rollout"):
+            await asyncio.Event().wait()
+
+    with pytest.raises(RunFailed, match=r"start_seconds = 0.05 \(rollout-0, rollout-1 had not come yet\): raise it"):
+        await asyncio.wait_for(driver._within_start("The start of the roles", driver._each(actors, start)), SECONDS)
+
+
 async def test_a_serial_run_says_which_seconds_are_logical(config: Config, run: RunDir) -> None:
     learned = asyncio.get_running_loop().create_future()
     notes = [Controller(config, run, Scheduler(), learned, Console(), serial=serial)._notes([]) for serial in (True, False)]

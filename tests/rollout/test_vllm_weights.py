@@ -221,6 +221,8 @@ async def test_half_loaded_weights_then_a_dead_worker(harness: VllmHarness, monk
     it receives, and the node need not wait for the deadline."""
     engine: Any = await harness.engine(tied=True)
     core = await harness.cores.get(True)
+    rings = shared_memory_of(core.pids())
+    assert rings and all(path.exists() for path in rings)
     async with asyncio.timeout(DEADLINE):
         with receiving(engine, tied=True) as receiver:
             staged = await receiver.stage(transfer(1), 1)
@@ -247,9 +249,8 @@ async def test_half_loaded_weights_then_a_dead_worker(harness: VllmHarness, monk
             assert receiver.result is not None and receiver.result.missing == ["n0"]
             with pytest.raises(EngineDead, match=r"vLLM ended \((?!EngineDeadError)"):
                 await other.pause(PauseMode.ABORT, harness.epoch())
-        left = shared_memory_of(core.pids())
         await core.stop()
-        assert not any(path.exists() for path in left), "rings of vLLM's are left in /dev/shm"
+        assert not any(path.exists() for path in rings), "left in /dev/shm"
 
 
 @pytest.mark.full
