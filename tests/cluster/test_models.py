@@ -129,6 +129,7 @@ def test_another_template_makes_a_folder_of_links_and_changes_nothing(folder: Pa
     assert newer != made and (newer / "chat_template.jinja").read_text() == "{{ 'newer' }}"
 
 
+@pytest.mark.processes
 def test_the_new_template_is_the_one_that_is_rendered(tmp_path: Path) -> None:
     """Over one in a file of its own and one inside the tokenizer's config."""
     import sys
@@ -187,6 +188,7 @@ def test_the_shipped_template_is_valid() -> None:
 
 
 @with_gguf
+@pytest.mark.processes
 def test_a_gguf_file_becomes_a_folder_once(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real weights, tokenizer and template; another content is another folder, and a damaged one is made anew."""
     import torch

@@ -126,6 +126,7 @@ def script() -> list[tuple[list[int], bool]]:
 
 
 @with_model
+@pytest.mark.processes
 def test_an_episode_of_tool_calls_is_trained_on_the_ids_that_were_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     """F67, F73, F83: the log is prompt, sampled ids and the template's ids between them; the template's render of the whole
     conversation differs from it in nothing but the ids of what was sampled, whose text is the same."""
