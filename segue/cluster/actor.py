@@ -13,11 +13,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from segue import wire
+from segue.cluster.hosts.interface import interface_environment
 from segue.cluster.peers import RayPeer
+from segue.cluster.ports import free_port
 from segue.cluster.processes import output_to
 from segue.cluster.roles import GET_FACTS, RoleSpec, failure_of
-from segue.cluster.wiring import Host, build_host
+from segue.cluster.wiring import Host, build_host, config_of
 from segue.errors import UserError
 from segue.ports.rpc import Done, Failure
 from segue.rundir import RunDir
@@ -32,13 +36,24 @@ class RoleActor:
         self._spec = wire.decode(spec, RoleSpec)
         self._host: Host | None = None
         output_to(RunDir(Path(self._spec.run_dir)).log_of(self._spec.name))  # Ray's own files go with Ray
+        if self._spec.address:
+            os.environ.update(interface_environment(self._spec.address))
         faulthandler.enable()
 
     async def pid(self) -> int:
         return os.getpid()
 
-    async def build(self) -> bytes:
+    async def free_port(self, purpose: str) -> int | bytes:
+        """A port of this host that nobody listens on now."""
+        config = config_of(self._spec)
+        try:
+            return free_port(config.cluster.interface, config.cluster.ports, purpose)
+        except UserError as error:
+            return wire.encode(failure_of(error, self._spec.name))
+
+    async def build(self, rendezvous: str = "") -> bytes:
         """Import what the role needs and build its shell (heavy, and off the loop where it can be)."""
+        self._spec = msgspec.structs.replace(self._spec, rendezvous=rendezvous)
         try:
             self._host = await build_host(self._spec)
         except Exception as error:

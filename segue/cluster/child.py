@@ -38,6 +38,10 @@ class Report:
         """`pid` belongs to the run; if `fatal`, the run cannot go on without it."""
         self._send({"pid": pid, "part": part, "fatal": fatal})
 
+    def ray(self, address: str) -> None:
+        """Ray runs, and the other hosts can join it at `address`."""
+        self._send({"ray": address})
+
     def alive(self) -> None:
         """From now on one of these every so often: a process that is stopped or stuck sends none."""
         self._send({"alive": True})

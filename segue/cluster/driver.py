@@ -10,80 +10,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from pathlib import Path
 from typing import Any, TypeVar
 
-import ray.exceptions
-
-from segue import wire
-from segue.cluster.actor import RoleActor
 from segue.cluster.child import Job, run_job
 from segue.cluster.controller import Controller
-from segue.cluster.peers import RayPeer
-from segue.cluster.ports import free_port
-from segue.cluster.ray_cluster import RayCluster, create_actor
+from segue.cluster.hosts.member import HOST_RESOURCE
+from segue.cluster.hosts.plan import read_hosts
+from segue.cluster.placement import Placement
+from segue.cluster.ray_cluster import RayCluster
+from segue.cluster.restarts import Restarts
+from segue.cluster.role_handle import Broken, Died, RoleHandle, first_cause
 from segue.cluster.roles import GET_FACTS, Facts, GetFacts, RoleSpec
-from segue.cluster.supervisor import died
 from segue.config import to_toml
 from segue.errors import RunFailed, UserError
-from segue.ports.rpc import Failure, PeerError, ask
-from segue.rundir import RunDir
+from segue.ports.rpc import PeerError, ask
 
 log = logging.getLogger("segue.cluster.driver")  # run as __main__
 
 T = TypeVar("T")
-MAX_POOL_RESTARTS = 5
-DEATHS_SETTLE_SECONDS = 1.0
-"""A role may fail because another died; the news of the death may come a little later than the failure."""
-
-
-class _Actor:
-    """One role's actor as the driver sees it."""
-
-    def __init__(self, spec: RoleSpec, gpus: float) -> None:
-        self.spec = spec
-        self.name = spec.name
-        self.handle = create_actor(RoleActor, (wire.encode(spec),), gpus)
-        self.peer = RayPeer(self.name, self.handle)
-
-    @property
-    def fatal(self) -> bool:
-        """Whether the run ends with this role. A pool is started anew; its episodes go on from their snapshots."""
-        return self.spec.role != "envpool"
-
-    async def remote(self, method: str, *arguments: Any) -> Any:
-        """Call an actor method; a dead actor is `Died`, a `Failure` it returned a `RunFailed` or `UserError`."""
-        try:
-            reply = await asyncio.wrap_future(getattr(self.handle, method).remote(*arguments).future())
-        except ray.exceptions.RayError as error:
-            log.info("%s does not answer %s any more: %s", self.name, method, error)
-            raise Died(died(self.name, RunDir(Path(self.spec.run_dir)))) from None
-        if isinstance(reply, bytes):
-            with contextlib.suppress(wire.UnknownMessage):
-                failure = wire.decode(reply, Failure)
-                raise UserError(failure.sentence) if failure.fault == "user" else RunFailed(failure.error, failure.sentence)
-        return reply
-
-
-class Died(RunFailed):
-    """A role's process is gone: the first cause of whatever else fails in the same moments."""
-
-    def __init__(self, failed: RunFailed) -> None:
-        super().__init__(failed.part, failed.sentence)
-
-
-async def first_cause(failed: Iterable[asyncio.Task[Any]], others: Iterable[asyncio.Task[Any]]) -> BaseException:
-    """The death among the errors of `failed`, and of `others` if they fail within moments; without one, the first error."""
-    errors = [error for task in failed if (error := task.exception()) is not None]
-    pending = [task for task in others if not task.done()]
-    if pending and not any(isinstance(error, Died) for error in errors):
-        done, _ = await asyncio.wait(pending, timeout=DEATHS_SETTLE_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
-        errors += [error for task in done if not task.cancelled() and (error := task.exception()) is not None]
-    return next((error for error in errors if isinstance(error, Died)), errors[0])
+NEWCOMERS_SECONDS = 5.0
+"""How often it is looked whether a host has come that nobody knew of."""
 
 
 class Driver:
@@ -94,13 +45,14 @@ class Driver:
         self._run = job.run
         self._config = job.config
         self._report = job.report
-        self._actors: dict[str, _Actor] = {}
-        self._ends: dict[asyncio.Task[Any], _Actor] = {}
+        self._actors: dict[str, RoleHandle] = {}
+        self._ends: dict[asyncio.Task[Any], RoleHandle] = {}
         self._restarts: set[asyncio.Task[Any]] = set()
         self._silent: set[str] = set()
         self._late: list[str] = []
-        self._pool_restarts = 0
-        self._rendezvous = ""
+        self._counts = Restarts(job.config.cluster.restarts)
+        self._away: set[str] = set()
+        self._placement: Placement | None = None
         self._interrupted = asyncio.Event()
 
     async def run(self) -> int:
@@ -108,11 +60,17 @@ class Driver:
         loop.add_signal_handler(signal.SIGINT, self._interrupted.set)
         self._say("starting Ray and the roles")
         began = loop.time()
-        cluster = RayCluster(self._config, self._job.scratch)
+        if planned := read_hosts(self._run):
+            self._placement = Placement(self._config, *planned)
+        cluster = RayCluster(self._config, self._job.scratch, {HOST_RESOURCE.format(0): 1.0} if planned else None)
         log.info("Ray runs after %.1f s", loop.time() - began)
         try:
             for pid, part in cluster.processes():
                 self._report.process(pid, part, fatal=True)
+            if self._placement is not None:
+                self._report.ray(cluster.address)
+                await self._placement.gathered(self._config.cluster.start_seconds)
+                self._say(f"all {len(planned[0]) if planned else 1} hosts have joined Ray after {loop.time() - began:.1f} s")
             await self._within_start("The start of the roles", self._start())
             self._report.started()
             self._say(f"all {len(self._actors)} roles run after {loop.time() - began:.1f} s")
@@ -137,7 +95,10 @@ class Driver:
             for rank in range(count):
                 actor = self._create(role, rank, count, gpus)
                 self._actors[actor.name] = actor
-        await self._each(self._actors.values(), self._build, "the roles are built")
+        await self._each(self._actors.values(), self._pid, "the roles have processes")
+        ranks = [actor for actor in self._actors.values() if actor.spec.role == "learner"]
+        meet = await self._meeting(ranks[0]) if len(ranks) > 1 else ""
+        await self._each(self._actors.values(), functools.partial(self._build, meet=meet), "the roles are built")
         for actor in self._actors.values():
             for other in self._actors.values():
                 if actor is not other:
@@ -148,10 +109,9 @@ class Driver:
         for actor in self._actors.values():
             self._watch(actor)
 
-    def _create(self, role: str, rank: int, world: int, gpus: float) -> _Actor:
-        rendezvous = ""
-        if role == "learner" and world > 1:
-            rendezvous = self._rendezvous = self._rendezvous or self._free_address()
+    def _create(self, role: str, rank: int, world: int, gpus: float) -> RoleHandle:
+        name = f"{role}-{rank}"
+        placement = self._placement
         spec = RoleSpec(
             role=role,
             rank=rank,
@@ -159,28 +119,38 @@ class Driver:
             run_dir=str(self._run.path),
             config=to_toml(self._config),
             model_path=self._job.model,
-            rendezvous=rendezvous,
             resume=self._job.resume,
             attempt=self._job.attempt,
+            address=placement.address_of(name) if placement is not None else "",
+            start=self._counts.start(name),
         )
-        return _Actor(spec, gpus)
+        if placement is None:
+            return RoleHandle(spec, gpus)
+        return RoleHandle(spec, gpus, placement.options(name), here=placement.host_of(name) == 0)
 
-    def _free_address(self) -> str:
-        interface = self._config.cluster.interface
-        return f"{interface}:{free_port(interface, self._config.cluster.ports, 'the learner ranks')}"
+    async def _meeting(self, first: RoleHandle) -> str:
+        """Where the learner ranks meet: at rank 0."""
+        host = first.spec.address or self._config.cluster.interface
+        return f"{host}:{await first.remote('free_port', 'the learner ranks')}"
 
-    async def _build(self, actor: _Actor) -> None:
-        self._report.process(await actor.remote("pid"), actor.name, fatal=actor.fatal)
-        log.info("%s has a process", actor.name)
-        await actor.remote("build")
+    async def _pid(self, actor: RoleHandle) -> None:
+        pid = await actor.remote("pid")
+        if actor.here:  # others are out of the supervisor's sight: Ray tells of their deaths
+            self._report.process(pid, actor.name, fatal=actor.fatal)
+        log.info("%s has process %d", actor.name, pid)
+
+    async def _build(self, actor: RoleHandle, meet: str = "") -> None:
+        await actor.remote("build", meet)
 
     def _say(self, line: str) -> None:
         print(line, file=self._job.console, flush=True)
 
-    def _watch(self, actor: _Actor) -> None:
+    def _watch(self, actor: RoleHandle) -> None:
         self._ends[asyncio.create_task(actor.remote("run"))] = actor
 
-    async def _each(self, actors: Iterable[_Actor], do: Callable[[_Actor], Coroutine[Any, Any, Any]], done_is: str = "") -> None:
+    async def _each(
+        self, actors: Iterable[RoleHandle], do: Callable[[RoleHandle], Coroutine[Any, Any, Any]], done_is: str = ""
+    ) -> None:
         """`do` for all at once; the first failure is raised at once, deaths before others. `done_is` goes to the log."""
         began = asyncio.get_running_loop().time()
         tasks = {asyncio.create_task(do(actor)): actor.name for actor in actors}
@@ -220,6 +190,8 @@ class Driver:
         silence = asyncio.create_task(self._watch_silence())
         beating = asyncio.create_task(self._beat())
         interrupt = asyncio.create_task(self._interrupted.wait())
+        if self._placement is not None:
+            self._restarts.add(asyncio.create_task(self._welcome()))
         try:
             await self._until_end(course, silence, interrupt)
             if interrupt.done() and not course.done():
@@ -253,8 +225,8 @@ class Driver:
                 actor = self._ends.pop(task, None)
                 self._restarts.discard(task)
                 error = task.exception()
-                if actor is not None and not actor.fatal and isinstance(error, Died):
-                    self._restarts.add(asyncio.create_task(self._restart_pool(actor)))
+                if actor is not None and not actor.fatal and _worth_another(error, actor):
+                    self._begin_restart(actor)
                 elif error is not None:
                     failed.append(task)
             if failed:
@@ -262,41 +234,88 @@ class Driver:
             if course.done() or interrupt.done():
                 return
 
-    async def _restart_pool(self, dead: _Actor) -> None:
-        """Put a new pool in the place of a dead one; the run goes on meanwhile, without environments."""
+    def _begin_restart(self, dead: RoleHandle) -> None:
+        if dead.name not in self._away:
+            self._away.add(dead.name)
+            self._restarts.add(asyncio.create_task(self._restart(dead)))
+
+    async def _restart(self, dead: RoleHandle) -> None:
+        """Put a new process in the place of a dead one; the run goes on meanwhile, without it."""
+        name, gpus = dead.name, self._config.rollout.gpus if dead.spec.role == "rollout" else 0.0
         while True:
-            self._pool_restarts += 1
-            if self._pool_restarts > MAX_POOL_RESTARTS:
-                raise RunFailed(dead.name, f"Env pools died {self._pool_restarts} times: see {self._run.log_of(dead.name)}.")
-            log.warning("%s died; starting it again (%d of %d)", dead.name, self._pool_restarts, MAX_POOL_RESTARTS)
-            self._say(f"{dead.name} died; starting it again, its episodes go on from their snapshots.")
-            pool = self._create("envpool", dead.spec.rank, dead.spec.world, 0.0)
+            deaths = self._counts.died(name, asyncio.get_running_loop().time())
+            if self._counts.too_many(name):
+                raise RunFailed(
+                    name,
+                    f"{name} died {deaths} times in an hour, more than cluster.restarts = {self._counts.limit}: "
+                    f"see {self._run.log_of(name)}.",
+                )
+            dead.kill()
+            if self._placement is not None and not await self._placement.seat_again(name):
+                return self._leave_out(dead)
+            where = f" on {self._placement.describe(name)}" if self._placement is not None else ""
+            log.warning("%s died; starting it again%s (%d of %d)", name, where, deaths, self._counts.limit)
+            self._say(f"{name} died; starting it again{where}, its episodes go on from what the scheduler has of them.")
+            dead = self._create(dead.spec.role, dead.spec.rank, dead.spec.world, gpus)
             try:
-                return await self._within_start(f"The restart of {dead.name}", self._bring_up(pool))
-            except Died as failure:
-                if failure.part != pool.name:
+                return await self._within_start(f"The restart of {name}", self._bring_up(dead))
+            except RunFailed as failure:
+                if not _worth_another(failure, dead):
                     raise
 
-    async def _bring_up(self, pool: _Actor) -> None:
-        await self._build(pool)
-        others = [actor for actor in self._actors.values() if actor.name != pool.name]
+    def _leave_out(self, dead: RoleHandle) -> None:
+        """Its host is gone and there is no other place for it. Raises `RunFailed` where it was the last of its role."""
+        others = [a for a in self._actors.values() if a.spec.role == dead.spec.role and a.name not in self._away]
+        where = self._placement.describe(dead.name) if self._placement is not None else "its host"
+        if not others:
+            raise RunFailed(
+                dead.name, f"{dead.name} is gone with {where}, no other host has room for it, and it was the last one."
+            )
+        self._say(f"{dead.name} stays away: {where} is gone, and no other host has room for it.")
+
+    async def _bring_up(self, actor: RoleHandle) -> None:
+        """Build, connect and start one role while the others run; then it belongs to the run."""
+        await self._pid(actor)
+        await self._build(actor)
+        others = [a for a in self._actors.values() if a.name != actor.name and a.name not in self._away]
         for other in others:
-            await pool.remote("connect", other.name, other.handle)
-        await pool.remote("start")
+            await actor.remote("connect", other.name, other.handle)
+        await actor.remote("start")
         for other in others:
-            await other.remote("connect", pool.name, pool.handle)
-        self._actors[pool.name] = pool
-        self._watch(pool)
+            await other.remote("connect", actor.name, actor.handle)
+        self._actors[actor.name] = actor
+        self._away.discard(actor.name)
+        self._watch(actor)
+
+    async def _welcome(self) -> None:
+        """Rollout nodes on hosts that come while the run goes on."""
+        while self._placement is not None:
+            await asyncio.sleep(NEWCOMERS_SECONDS)
+            nodes = [actor for actor in self._actors.values() if actor.spec.role == "rollout"]
+            for name in self._placement.newcomers(len(nodes)):
+                rank = int(name.rpartition("-")[2])
+                self._say(f"{name} starts on {self._placement.describe(name)}.")
+                actor = self._create("rollout", rank, nodes[0].spec.world, self._config.rollout.gpus)
+                self._away.add(name)
+                try:
+                    await self._within_start(f"The start of {name}", self._bring_up(actor))
+                except RunFailed as failure:
+                    if not _worth_another(failure, actor):
+                        raise
+                    self._restarts.add(asyncio.create_task(self._restart(actor)))
 
     async def _watch_silence(self) -> None:
         """Raises when a role does not answer a ping: stopped or stuck, it would otherwise hang the run in silence."""
         seconds = self._config.cluster.silence_seconds
 
-        async def ping(actor: _Actor) -> None:
+        async def ping(actor: RoleHandle) -> None:
             try:
                 async with asyncio.timeout(seconds):
                     await actor.remote("pid")
             except TimeoutError:
+                if not actor.fatal:
+                    self._say(f"{actor.name} has not answered for cluster.silence_seconds = {seconds:g}: it is ended.")
+                    return self._end_silent(actor)
                 self._silent.add(actor.name)
                 log_path = self._run.log_of(actor.name)
                 raise RunFailed(
@@ -306,8 +325,15 @@ class Driver:
                 pass  # the end of its `run` tells
 
         while True:
-            await self._each(list(self._actors.values()), ping)
+            await self._each([actor for actor in self._actors.values() if actor.name not in self._away], ping)
             await asyncio.sleep(seconds / 3)
+
+    def _end_silent(self, actor: RoleHandle) -> None:
+        """A node or pool that is stuck or out of reach: its `run` will tell of no death, so this does."""
+        for task in [task for task, other in self._ends.items() if other is actor]:
+            del self._ends[task]
+            task.cancel()
+        self._begin_restart(actor)
 
     async def _beat(self) -> None:
         """The supervisor watches this process as it watches the roles."""
@@ -323,9 +349,13 @@ class Driver:
         if errors:
             raise next((error for error in errors if isinstance(error, Died)), errors[0])
 
+    def _present(self) -> list[RoleHandle]:
+        """Those that can be expected to answer."""
+        return [a for a in self._actors.values() if a.name not in self._away and a.name not in self._silent]
+
     async def _facts(self) -> dict[str, Facts]:
         facts: dict[str, Facts] = {}
-        for actor in self._actors.values():
+        for actor in self._present():
             with contextlib.suppress(PeerError):
                 facts[actor.name] = await ask(actor.peer, GET_FACTS, GetFacts(), timeout=10.0)
         return facts
@@ -333,7 +363,7 @@ class Driver:
     async def _stop(self) -> None:
         """Stop all roles, nodes before pools and the scheduler last; those that are dead or do not answer are left to Ray."""
         for roles in (("learner", "rollout"), ("envpool",), ("scheduler",)):
-            group = [a for a in self._actors.values() if a.spec.role in roles and a.name not in self._silent]
+            group = [a for a in self._present() if a.spec.role in roles]
             tasks = [asyncio.create_task(actor.remote("stop")) for actor in group]
             if tasks:
                 await asyncio.wait(tasks, timeout=self._config.cluster.stop_seconds)
@@ -341,6 +371,14 @@ class Driver:
                 task.cancel()
         for end in self._ends:
             end.cancel()
+
+
+def _worth_another(error: BaseException | None, actor: RoleHandle) -> bool:
+    """Whether a new process may do better: this one is gone, or the engine of a node is (vLLM's processes, a GPU). Not for a mistake
+    in the config or of our own, which it would meet again."""
+    if not isinstance(error, RunFailed) or error.part != actor.name or isinstance(error, Broken):
+        return False
+    return isinstance(error, Died) or actor.spec.role == "rollout"
 
 
 async def _end(course: asyncio.Task[Any]) -> None:

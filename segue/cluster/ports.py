@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from segue.config import Config
 from segue.errors import UserError
@@ -22,13 +22,23 @@ def free_port(interface: str, ports: tuple[int, int], purpose: str) -> int:
     )
 
 
+def ports_needed(roles: Sequence[str]) -> int:
+    """How many ports these roles take on their host: metrics, and for learner ranks weight sync and a place to meet."""
+    each = {"scheduler": 1, "envpool": 1, "rollout": 2, "learner": 2}
+    return sum(each[role] for role in roles) + ("learner" in roles) + (roles.count("learner") > 1)
+
+
+def free_ports(interface: str, ports: tuple[int, int], enough: int = 1000) -> int:
+    """How many ports of the range are free, counted up to `enough`."""
+    return len(list(itertools.islice(_free_from_the_top(interface, ports), enough)))
+
+
 def check_ports(config: Config) -> None:
-    """Raises `UserError` if the range has fewer free ports than the run takes: metrics, weight sync, the learner ranks."""
-    nodes, ranks = config.rollout.nodes, config.learner.ranks
-    targets = 1 + config.envpool.pools + 2 * nodes + 2 * ranks
-    needed = targets + 1 + (ranks > 1)
+    """Raises `UserError` if the range has fewer free ports than the run takes where all of it is on this host."""
+    pools, nodes, ranks = config.envpool.pools, config.rollout.nodes, config.learner.ranks
+    needed = ports_needed(["scheduler", *["envpool"] * pools, *["rollout"] * nodes, *["learner"] * ranks])
     interface, (low, high) = config.cluster.interface, config.cluster.ports
-    free = len(list(itertools.islice(_free_from_the_top(interface, (low, high)), needed)))
+    free = free_ports(interface, (low, high), needed)
     if free < needed:
         raise UserError(
             f"cluster.ports = [{low}, {high}] has {free} free ports on {interface} and this run takes {needed}: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,9 @@ from envpool.environment import Split
 from envpool.suites import load_suite
 from rollout.vllm.arguments import check_arguments
 from segue.cluster.devices import with_devices
+from segue.cluster.hosts.layout import Seat, lay_out, map_lines
+from segue.cluster.hosts.messages import HostFacts
+from segue.cluster.hosts.plan import note_hosts
 from segue.cluster.models import beside, check_model, found_model, make_model
 from segue.cluster.own_suite import try_suite
 from segue.cluster.plan import plan_lines
@@ -43,13 +47,28 @@ class Prepared:
     go_on: str = ""
 
 
-def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resume: bool, serial: bool = False) -> Prepared:
-    """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`."""
+def prepare(
+    config_path: Path,
+    overrides: list[str],
+    run_path: Path | None,
+    resume: bool,
+    serial: bool = False,
+    hosts: Sequence[HostFacts] = (),
+) -> Prepared:
+    """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`.
+
+    `hosts` are those of a run on several, this one first.
+    """
     look_beside(config_path, RunDir(config_path.parent).suite_path())
-    config = beside(with_devices(load_config(config_path, overrides)), config_path)
+    gpus = sum(host.gpus for host in hosts) if hosts else None
+    config = beside(with_devices(load_config(config_path, overrides), gpus), config_path)
     check(config)
+    seats: list[Seat] = []
     if serial:
         _check_serial(config)
+    elif hosts:
+        config = _listening_on(config, hosts[0].address)
+        seats = lay_out(config, hosts)
     else:
         check_ports(config)
     now = datetime.now()
@@ -64,7 +83,8 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
     else:
         run = RunDir.create_default(config_path, to_toml(config), now)
     attempt = run.begin_attempt(now, checkpoint.step if checkpoint else None)
-    for line in plan_lines(config, str(config_path), run.path, _model_text(config), serial):
+    note_hosts(run, hosts, seats)
+    for line in [*plan_lines(config, str(config_path), run.path, _model_text(config), serial), *map_lines(seats, hosts)]:
         print(line, flush=True)
     if again:
         print("  again     an earlier attempt in that directory trained no step: it is replaced, its logs too", flush=True)
@@ -79,6 +99,13 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
         raise
     go_on = go_on_command(config_path, run.path, overrides, serial)
     return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt, go_on=go_on)
+
+
+def _listening_on(config: Config, address: str) -> Config:
+    """On several hosts each listens on its own address; the config has the first one's, unless it names another."""
+    if config.cluster.interface not in ("127.0.0.1", "::1"):
+        return config
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"interface": address})})
 
 
 def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:

@@ -18,12 +18,13 @@ _NAMES = {"gcs_server": "Ray's control store (gcs_server)", "raylet": "Ray's nod
 class RayCluster:
     """A local Ray, whose files are in `folder`: a short path, because a socket's path may not be long. Its maker removes it."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, resources: dict[str, float] | None = None) -> None:
         try:
             # "local", because RAY_ADDRESS or a Ray that is already running here must not catch this run.
             ray.init(
                 address="local",
                 num_cpus=0,
+                resources=resources,
                 include_dashboard=False,
                 object_store_memory=config.cluster.object_store_bytes,
                 log_to_driver=False,
@@ -40,15 +41,20 @@ class RayCluster:
         children = psutil.Process().children(recursive=True)
         return [(p.pid, _NAMES[p.name()]) for p in children if p.name() in _NAMES]
 
+    @property
+    def address(self) -> str:
+        """Where other hosts join it."""
+        return str(ray.get_runtime_context().gcs_address)
+
     def stop(self) -> None:
         """End Ray."""
         ray.shutdown()
 
 
-def create_actor(kind: type, arguments: tuple[Any, ...], gpus: float) -> Any:
+def create_actor(kind: type, arguments: tuple[Any, ...], gpus: float, placed: dict[str, Any] | None = None) -> Any:
     """An actor of our own, never restarted by Ray: what a death means is our decision (`segue.cluster.driver`).
 
-    It inherits the supervisor's environment, OMP_NUM_THREADS included (a `runtime_env` would start Python twice per actor).
+    `placed` are Ray's options that say where. It inherits the supervisor's environment, OMP_NUM_THREADS included (a `runtime_env` would start Python twice per actor).
     """
     options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1000}
-    return ray.remote(**options)(kind).remote(*arguments)
+    return ray.remote(**options, **(placed or {}))(kind).remote(*arguments)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from segue.errors import RunFailed, UserError
+from segue.ports.engine import EngineDead
 from segue.ports.rpc import Failure, Peer, Rpc
 from segue.wire import Message
 
@@ -12,8 +13,9 @@ from segue.wire import Message
 class RoleSpec(Message, frozen=True):
     """One role process to be: everything its builder needs, as bytes that cross to it once.
 
-    `role` is scheduler, envpool, rollout or learner. `rendezvous` is where learner ranks meet (host:port); `resume` is a
-    checkpoint folder or "".
+    `role` is scheduler, envpool, rollout or learner. `resume` is a checkpoint folder or "". `address` is what it listens on, where
+    that is not the config's (on several hosts); `start` counts the processes of this role in this attempt of the run, from 1.
+    `rendezvous` is where learner ranks meet (host:port), once that is known.
     """
 
     role: str
@@ -25,6 +27,8 @@ class RoleSpec(Message, frozen=True):
     rendezvous: str = ""
     resume: str = ""
     attempt: int = 1
+    address: str = ""
+    start: int = 1
 
     @property
     def name(self) -> str:
@@ -54,7 +58,8 @@ def failure_of(error: BaseException, part: str) -> Failure:
         return Failure("run", error.part, error.sentence)
     if isinstance(error, UserError):
         return Failure("user", part, str(error))
-    return Failure("internal", part, f"{part} failed: {type(error).__name__}: {error} (its log has the traceback).")
+    fault: Literal["run", "internal"] = "run" if isinstance(error, EngineDead) else "internal"
+    return Failure(fault, part, f"{part} failed: {type(error).__name__}: {error} (its log has the traceback).")
 
 
 class GetFacts(Message, frozen=True):

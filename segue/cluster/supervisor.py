@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.cluster.child import REPORT_FD, SCRATCH, SUPERVISOR, command_line
+from segue.cluster.hosts.gathered import Gathered, Where
 from segue.cluster.prepare import Prepared, prepare
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family
 from segue.cluster.stopped import as_it_can_be, tell_stopped
@@ -35,15 +36,27 @@ DOUBT_SECONDS = 2.0
 """How long a driver that seems silent has to prove otherwise."""
 
 
-def supervise(config_path: Path, overrides: list[str], run: Path | None, resume: bool, serial: bool) -> int:
+def supervise(
+    config_path: Path, overrides: list[str], run: Path | None, resume: bool, serial: bool, where: Where | None = None
+) -> int:
     """Train to the end and return the exit code: 0, or 130 after Ctrl-C.
 
-    Raises `UserError` for what the user can mend, `RunFailed` with the first cause if a part died. Leaves no process behind.
+    `where`: this is the first of several hosts. Raises `UserError` for what the user can mend, `RunFailed` with the first cause if a
+    part died. Leaves no process behind.
     """
     with surviving_stdout():
-        prepared = prepare(config_path, overrides, run, resume, serial)
+        if where is None:
+            return _train(prepare(config_path, overrides, run, resume, serial), serial)
+        with Gathered(config_path, overrides, where) as gathered:
+            prepared = prepare(config_path, overrides, run, resume, serial, gathered.hosts)
+            gathered.check(prepared)
+            gathered.code = _train(prepared, serial, gathered)
+            return gathered.code
+
+
+def _train(prepared: Prepared, serial: bool, gathered: Gathered | None = None) -> int:
     try:
-        code = watch(prepared, serial)
+        code = watch(prepared, serial, gathered=gathered)
     except RunFailed as failure:
         raise RunFailed(failure.part, as_it_can_be(failure.sentence, prepared.run)) from failure
     if code > 128:
@@ -52,11 +65,11 @@ def supervise(config_path: Path, overrides: list[str], run: Path | None, resume:
     return code
 
 
-def watch(prepared: Prepared, serial: bool, quiet: bool = False) -> int:
+def watch(prepared: Prepared, serial: bool, quiet: bool = False, gathered: Gathered | None = None) -> int:
     """Run a prepared run under watch; `quiet` moves what the driver prints to stderr. Errors as `supervise`."""
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="segue-", dir=_short_folder(), ignore_cleanup_errors=True) as scratch:
-        watching = _Watch(prepared, serial, quiet, scratch)
+        watching = _Watch(prepared, serial, quiet, scratch, gathered)
         try:
             with surviving_stdout():
                 return asyncio.run(watching.run())
@@ -78,7 +91,9 @@ def _command(prepared: Prepared, child: str) -> list[str]:
 class _Watch:
     """One run under watch. `in_haste`: the user wants it to end at once."""
 
-    def __init__(self, prepared: Prepared, serial: bool, quiet: bool, scratch: str) -> None:
+    def __init__(self, prepared: Prepared, serial: bool, quiet: bool, scratch: str, gathered: Gathered | None) -> None:
+        self._gathered = gathered
+        self._token = secrets.token_hex(16)
         self._config = prepared.config
         self._run = prepared.run
         self._child = "serial" if serial else "driver"
@@ -124,7 +139,13 @@ class _Watch:
                 stderr=log,
                 pass_fds=(writing,),
                 start_new_session=True,  # Ctrl-C reaches this process only, which passes it on in order
-                env=_environment(writing, self._scratch),
+                env=_environment(self._token)
+                | {
+                    REPORT_FD: str(writing),
+                    SUPERVISOR: str(os.getpid()),
+                    SCRATCH: self._scratch,
+                    "TMPDIR": self._scratch,  # what libraries leave behind in it, those that were killed above all, goes with it
+                },
             )
         os.close(writing)
         return reading
@@ -137,6 +158,8 @@ class _Watch:
             report = json.loads(line)
             if "pid" in report:
                 self._watch(report["pid"], report["part"], report["fatal"])
+            elif "ray" in report:
+                self._order_join(report["ray"])
             elif "started" in report:
                 self._started = True
             elif "alive" in report:
@@ -222,6 +245,14 @@ class _Watch:
             self._stuck = True
             self._kill_driver()
 
+    def _order_join(self, address: str) -> None:
+        assert self._gathered is not None
+        environment = ray_environment(self._token)
+        for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
+            if value := os.environ.get(name):
+                environment[name] = value
+        self._gathered.order_join(address, environment, self._grace() + 3 * self._config.cluster.stop_seconds)
+
     def _grace(self) -> float:
         """How long a stop may take."""
         return self._config.cluster.stop_seconds + self._config.learner.batch_wait_seconds
@@ -265,18 +296,25 @@ def died(part: str, run: RunDir) -> RunFailed:
     return RunFailed(part, f"{part} died and the run cannot go on without it: see {log if log.exists() else run.logs}.")
 
 
-def _environment(report_fd: int, scratch: str) -> dict[str, str]:
+def _environment(token: str) -> dict[str, str]:
     """What the driver and everything below it inherits. Ray reads its authentication settings when it is imported."""
     environment = dict(os.environ)
     for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
         environment.pop(name, None)
-    environment |= {
-        REPORT_FD: str(report_fd),
-        SUPERVISOR: str(os.getpid()),
-        SCRATCH: scratch,
-        "TMPDIR": scratch,  # what libraries leave behind in it, those that were killed above all, goes with it
+    environment |= ray_environment(token)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # Compiled kernels are worth more than one run.
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"))
+    # Ray would start one worker process after another, because we give it no CPUs to count.
+    environment.setdefault("RAY_worker_maximum_startup_concurrency", str(os.cpu_count() or 1))
+    return environment
+
+
+def ray_environment(token: str) -> dict[str, str]:
+    """What must be the same on all hosts of a run."""
+    return {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(16),
+        "RAY_AUTH_TOKEN": token,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # Ray's default lets every other process of the machine go first
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",
@@ -284,9 +322,3 @@ def _environment(report_fd: int, scratch: str) -> dict[str, str]:
         "TQDM_DISABLE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    # Compiled kernels are worth more than one run.
-    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"))
-    # Ray would start one worker process after another, because we give it no CPUs to count.
-    environment.setdefault("RAY_worker_maximum_startup_concurrency", str(os.cpu_count() or 1))
-    return environment

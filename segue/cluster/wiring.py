@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from weightsync.local import LocalHub
 
 POLICY = "policy"
+SESSIONS_PER_PROCESS = 1_000_000
+"""More than a node's process will ever begin: the sessions of the next process come after all of its."""
 
 
 @dataclass
@@ -102,8 +104,11 @@ class Host:
 
 
 def config_of(spec: RoleSpec) -> Config:
-    """The resolved config a spec carries."""
-    return resolve(tomllib.loads(spec.config), "the run's config.toml")
+    """The resolved config a spec carries, with the address of the host it is for."""
+    config = resolve(tomllib.loads(spec.config), "the run's config.toml")
+    if not spec.address:
+        return config
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"interface": spec.address})})
 
 
 async def build_host(spec: RoleSpec, place: Place | None = None) -> Host:
@@ -229,6 +234,7 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
         activity=activity,
         sync_clock=sync_clock,
         host=config.cluster.interface,
+        session=1 + (spec.start - 1) * SESSIONS_PER_PROCESS,
     )
     targets = {spec.name: metrics, sync: sync_metrics}
     return Host(spec, config, shell, targets, {spec.name: activity, sync: sync_clock}, [compute])

@@ -8,6 +8,8 @@ from pydantic import Field, field_validator
 
 from segue.config.section import Section
 
+Role = Literal["scheduler", "learner", "rollout", "envpool"]
+
 
 class ClusterConfig(Section):
     """`[cluster]`: ports, addresses and deadlines of the processes, and Ray."""
@@ -20,10 +22,19 @@ class ClusterConfig(Section):
     """"auto" gives GPUs to nodes and learner ranks where there are any and `rollout.gpus`, `learner.gpus` are left at 0."""
     start_seconds: float = Field(180.0, gt=0.0)
     """Deadline of the start of all processes."""
+    join_seconds: float = Field(300.0, gt=0.0)
+    """Deadline for all hosts of a run on several to appear, counted from the call on the first one."""
+    absence_seconds: float = Field(600.0, gt=0.0)
+    """How long a host that was lost may stay away. Until then the roles that it had wait for it; then they begin on other hosts, if
+    any of theirs is left and has room, and else stay away."""
+    restarts: int = Field(5, ge=0)
+    """How often in an hour one env pool or rollout node may die; then the run ends."""
+    hosts: dict[Role, list[int]] = Field(default_factory=dict)
+    """On several hosts: which of them (0 is the first) a role may use, for instance { envpool = [2, 3] }; others: wherever there is room."""
     stop_seconds: float = Field(15.0, gt=0.0)
     """Deadline of their stop; then they are killed."""
     silence_seconds: float = Field(30.0, gt=0.0)
-    """A process that does not answer for this long ends the run with a sentence."""
+    """A process that does not answer for this long ends the run with a sentence; a rollout node or env pool is killed and started anew."""
     object_store_bytes: int = Field(100 << 20, ge=80 << 20)
     """Ray's object store."""
 
@@ -33,6 +44,14 @@ class ClusterConfig(Section):
         low, high = value
         if not 1024 <= low <= high <= 65535:
             raise ValueError("must be [lo, hi] with 1024 <= lo <= hi <= 65535")
+        return value
+
+    @field_validator("hosts")
+    @classmethod
+    def _some(cls, value: dict[str, list[int]]) -> dict[str, list[int]]:
+        for role, ranks in value.items():
+            if not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks):
+                raise ValueError(f"{role} must name hosts by number, each once, for instance [0, 1]")
         return value
 
 

@@ -18,6 +18,8 @@ class RolloutConfig(Section):
 
     nodes: int = Field(2, ge=1)
     """Rollout nodes, a process each."""
+    max_nodes: int = Field(0, ge=0)
+    """Up to how many nodes there may be when hosts join a run that is under way; 0: no more than `nodes`."""
     engine: Literal["embedded", "vllm"] = "embedded"
     """`embedded`: torch, in the node; `vllm`: vLLM, for models and loads beyond a laptop's."""
     engine_args: dict[str, Any] = {}
@@ -49,6 +51,11 @@ class RolloutConfig(Section):
     """Tokens of one lease, after which an episode may be parked; 0 for no limit."""
     keep_trajectories: int = Field(32, ge=0)
     """Newest trained trajectories kept for reading, one per step."""
+
+    @property
+    def most(self) -> int:
+        """Nodes there may be at a time."""
+        return max(self.nodes, self.max_nodes)
 
     @property
     def ranks(self) -> int:

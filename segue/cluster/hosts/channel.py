@@ -1,0 +1,93 @@
+"""One end of a head-member connection: messages in, messages out, beats in between.
+
+consumes       bytes of the other end
+produces       decoded messages, in a queue; None once the connection is over
+waits for      the other end, at most `SILENCE_SECONDS`
+unblocked by   a message, a beat, the connection's end, or the silence
+on cancel      `close`: both threads end
+
+Threads and blocking sockets, because the processes that hold these wait for other things with their loops, or have none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Generic, TypeVar
+
+from segue import wire
+from segue.cluster.hosts.messages import BEAT_SECONDS, SILENCE_SECONDS, Beat, HeadSays, MemberSays
+from segue.errors import WireError
+
+In = TypeVar("In", HeadSays, MemberSays)
+Out = TypeVar("Out", HeadSays, MemberSays)
+
+
+def prove(connection: Connection, token: str, first: bool) -> None:
+    """Both ends show that they know the token; the head goes `first`. Raises `AuthenticationError`, `EOFError`, `OSError`."""
+    key = token.encode()
+    for turn in (first, not first):
+        (deliver_challenge if turn else answer_challenge)(connection, key)
+
+
+class Channel(Generic[In, Out]):
+    """See the module. `inbox` gets what arrives; `why` says why it is over."""
+
+    def __init__(self, connection: Connection, receives: type[In], sends: type[Out], name: str) -> None:
+        self._connection = connection
+        self._receives: type[In] = receives
+        self._sends: type[Out] = sends
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self.why = ""
+        self.inbox: queue.Queue[In | None] = queue.Queue()
+        for work, of in ((self._read, "read"), (self._beat, "beat")):
+            threading.Thread(target=work, name=f"{of}-{name}", daemon=True).start()
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    def send(self, message: Out) -> None:
+        """Send, or end the channel where that fails: the reader tells."""
+        try:
+            with self._lock:
+                self._connection.send_bytes(wire.encode(message))
+        except (OSError, ValueError):
+            self._end("the connection broke")
+
+    def close(self) -> None:
+        """End both threads. What was sent is on its way."""
+        self._end("closed")
+        with contextlib.suppress(OSError):
+            self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            while not self._over.is_set():
+                if not self._connection.poll(SILENCE_SECONDS):
+                    return self._end(f"nothing came for {SILENCE_SECONDS:g} s")
+                said = wire.decode(self._connection.recv_bytes(1 << 20), self._receives)
+                if not isinstance(said.message, Beat):
+                    self.inbox.put(said)
+        except WireError as error:
+            self._end(f"it speaks another Segue ({error})")
+        except (EOFError, OSError, TypeError):  # TypeError: the connection was closed under a poll
+            self._end("the connection ended")
+        finally:
+            self.inbox.put(None)
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            self.send(self._sends(Beat()))
+
+    def _end(self, why: str) -> None:
+        if not self._over.is_set():
+            self.why = why
+            self._over.set()
+
+
+__all__ = ["AuthenticationError", "Channel", "prove"]

@@ -1,0 +1,236 @@
+"""The first host's side: it collects the others, compares them, tells them to join Ray, and tells them when all is over.
+
+consumes       connections of members (`segue.cluster.hosts.member`), their facts, checks and departures
+produces       checks, orders to join, the end; lines for the console about who came and went
+waits for      all hosts, at most until the deadline given to `gather`; answers to a check, `CHECK_SECONDS`
+unblocked by   the members; the deadline, whose sentence names who is missing
+on cancel      `close`: every connection ends, and with it the members
+
+It lives in the supervisor's process and uses threads: the supervisor waits for it before its loop begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener
+
+from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
+from segue.cluster.hosts.facts import differences
+from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, HostFacts, Join, Left, MemberSays, Refused
+from segue.errors import RunFailed, UserError
+
+CHECK_SECONDS = 60.0
+PROOF_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+_Channel = Channel[MemberSays, HeadSays]
+
+
+class _Member:
+    """A host that has said who it is."""
+
+    def __init__(self, facts: HostFacts, channel: _Channel) -> None:
+        self.facts = facts
+        self.channel = channel
+        self.checked: Checked | None = None
+
+    def say(self, message: Check | Join | Refused | End) -> None:
+        self.channel.send(HeadSays(message))
+
+
+class Head:
+    """See the module. `mine` is this host, number 0; `count` is how many hosts the run was started on, this one included."""
+
+    def __init__(self, mine: HostFacts, port: int, count: int, token: str, say: Callable[[str], None]) -> None:
+        self._mine = mine
+        self._count = count
+        self._token = token
+        self._say = say
+        self._members: dict[int, _Member] = {}
+        self._strangers: list[str] = []
+        self._engine = ""
+        self._check: Check | None = None
+        self._join: Join | None = None
+        self._changed = threading.Condition()
+        self._closing = False
+        try:
+            self._listener = Listener((mine.address, port), "AF_INET6" if ":" in mine.address else "AF_INET", backlog=64)
+        except OSError as error:
+            raise UserError(
+                f"Port {port} of {mine.address} cannot be listened on for the other hosts ({error.strerror}): "
+                "stop what uses it, or set HEAD_PORT to another one on all hosts."
+            ) from None
+        threading.Thread(target=self._accept, name="hosts", daemon=True).start()
+
+    # --- before anything starts -----------------------------------------------------------------------------------------
+
+    def gather(self, seconds: float, engine: str) -> list[HostFacts]:
+        """All hosts of the run in order, once they are there and fit together.
+
+        Raises `RunFailed` naming who has not come, `UserError` for the first thing in which they differ.
+        """
+        self._engine = engine
+        if self._count > 1:
+            self._say(f"waiting for {self._count - 1} more of {self._count} hosts at {self._mine.address}:{self._port}")
+        with self._changed:
+            came = self._changed.wait_for(lambda: len(self._members) >= self._count - 1, seconds)
+            hosts = [self._mine, *(member.facts for _, member in sorted(self._members.items()))]
+        if not came:
+            raise RunFailed("start", self._who_is_missing(hosts, seconds))
+        if sentence := differences(hosts, engine):
+            raise UserError(sentence)
+        return hosts
+
+    def check(self, check: Check, needed_ports: dict[int, int]) -> None:
+        """Have every member look at the shared files and its ports. Raises `UserError` for the first that will not do."""
+        with self._changed:
+            self._check = check
+            members = sorted(self._members.items())
+        for _, member in members:
+            member.say(check)
+        with self._changed:
+            self._changed.wait_for(lambda: all(m.checked is not None or m.channel.over for _, m in members), CHECK_SECONDS)
+        for rank, member in members:
+            who = f"Host {rank} ({member.facts.name})"
+            if member.checked is None:
+                raise RunFailed("start", f"{who} did not answer within {CHECK_SECONDS:g} s{_because(member.channel.why)}.")
+            if sentence := unfit(who, check, member.checked, needed_ports.get(rank, 1)):
+                raise UserError(sentence)
+
+    def _who_is_missing(self, hosts: list[HostFacts], seconds: float) -> str:
+        missing = sorted(set(range(self._count)) - {host.rank for host in hosts})
+        names = ", ".join(map(str, missing))
+        strangers = f" (refused: {'; '.join(sorted(set(self._strangers)))})" if self._strangers else ""
+        return (
+            f"Host {names} of {self._count} did not appear at {self._mine.address}:{self._port} within cluster.join_seconds = "
+            f"{seconds:g}{strangers}: start launch.sh there with NODE_RANK={missing[0]} and HEAD_ADDR={self._mine.address}."
+        )
+
+    @property
+    def _port(self) -> int:
+        address = self._listener.address
+        assert isinstance(address, tuple)
+        return int(address[1])
+
+    # --- while it runs --------------------------------------------------------------------------------------------------
+
+    def order_join(self, join: Join) -> None:
+        """Ray runs: all members join it, and so does whoever comes later."""
+        with self._changed:
+            self._join = join
+            members = list(self._members.values())
+        for member in members:
+            member.say(join)
+
+    def close(self, code: int) -> None:
+        """Tell all members that the run is over, and with which exit code."""
+        with self._changed:
+            self._closing = True
+            members = list(self._members.values())
+        for member in members:
+            member.say(End(code))
+            member.channel.close()
+        with contextlib.suppress(OSError):
+            self._listener.close()
+
+    # --- threads --------------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except (OSError, EOFError):
+                if self._closing:
+                    return
+                continue
+            threading.Thread(target=self._meet, args=(connection,), name="host", daemon=True).start()
+
+    def _meet(self, connection: Connection) -> None:
+        """One connection, from its proof to its end."""
+        expiry = threading.Timer(PROOF_SECONDS, connection.close)  # a connection that says nothing holds a thread no longer
+        expiry.daemon = True
+        expiry.start()
+        try:
+            prove(connection, self._token, first=True)
+        except AuthenticationError:
+            self._strangers.append("one with another token")
+            with contextlib.suppress(OSError):
+                connection.close()
+            return None
+        except (EOFError, OSError, TypeError):
+            return None
+        finally:
+            expiry.cancel()
+        channel: _Channel = Channel(connection, MemberSays, HeadSays, "member")
+        said = channel.inbox.get(timeout=CHECK_SECONDS)
+        if said is None or not isinstance(said.message, Hello):
+            self._strangers.append(channel.why or "one that does not say who it is")
+            return channel.close()
+        member = _Member(said.message.facts, channel)
+        if sentence := self._take_in(member):
+            self._strangers.append(sentence)
+            member.say(Refused(sentence))
+            return channel.close()
+        self._serve(member)
+
+    def _take_in(self, member: _Member) -> str:
+        """Make it one of ours; or say why not."""
+        facts = member.facts
+        with self._changed:
+            before = self._members.get(facts.rank)
+            if facts.rank == 0 or (before is not None and not before.channel.over):
+                return f"NODE_RANK={facts.rank} is taken, and {facts.name} says so too: give every host a number of its own."
+            if self._join is not None and (sentence := differences([self._mine, facts], self._engine)):
+                return sentence
+            self._members[facts.rank] = member
+            check, join = self._check, self._join
+            self._changed.notify_all()
+        if join is not None:
+            self._say(f"host {facts.rank} ({facts.name}) has come")
+            if check is not None:
+                member.say(check)
+            member.say(join)
+        return ""
+
+    def _serve(self, member: _Member) -> None:
+        who = f"host {member.facts.rank} ({member.facts.name})"
+        while (said := member.channel.inbox.get()) is not None:
+            match said.message:
+                case Checked() as checked:
+                    with self._changed:
+                        member.checked = checked
+                        self._changed.notify_all()
+                case Left(why, for_good):
+                    self._say(f"{who} {'leaves' if for_good else 'lost its Ray and joins again'}: {why}")
+                case _:
+                    log.warning("%s says what is not for the head: %s", who, said.message)
+        if not self._closing:
+            self._say(f"{who} is gone: {member.channel.why}")
+        with self._changed:
+            self._changed.notify_all()
+
+
+def unfit(who: str, check: Check, checked: Checked, needed_ports: int) -> str:
+    """What keeps a member out, as a sentence; "" if nothing does."""
+    if checked.missing:
+        return (
+            f"{who} does not see {checked.missing[0]} as host 0 does: put the run directory (--run), the model and the cache on "
+            "storage that all hosts share under one path."
+        )
+    if checked.unwritable:
+        return f"{who} cannot write {check.folder} ({checked.unwritable}): make it writable there, or name another --run."
+    if checked.free_ports < needed_ports:
+        low, high = check.ports
+        return (
+            f"{who} has {checked.free_ports} free ports in cluster.ports = [{low}, {high}] and needs {needed_ports}: "
+            "stop what uses them or set another range."
+        )
+    return ""
+
+
+def _because(why: str) -> str:
+    return f" ({why})" if why else ""

@@ -1,0 +1,31 @@
+"""hosts.json in the run directory: the hosts of a run on several and who sits where, for the driver and for whoever reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+
+from segue.cluster.hosts.layout import Seat
+from segue.cluster.hosts.messages import HostFacts
+from segue.rundir import RunDir, write_json
+
+FILE = "hosts.json"
+
+
+def note_hosts(run: RunDir, hosts: Sequence[HostFacts], seats: Sequence[Seat]) -> None:
+    """Write the plan; without hosts the file of an earlier attempt goes."""
+    if not hosts:
+        (run.path / FILE).unlink(missing_ok=True)
+        return
+    placed = [{"name": seat.name, "host": seat.host, "gpus": seat.gpus} for seat in seats]
+    write_json(run.path / FILE, {"hosts": msgspec.to_builtins(list(hosts)), "seats": placed})
+
+
+def read_hosts(run: RunDir) -> tuple[list[HostFacts], list[Seat]] | None:
+    """What `note_hosts` left; None for a run on one machine."""
+    if not (run.path / FILE).is_file():
+        return None
+    told = json.loads((run.path / FILE).read_text(encoding="utf-8"))
+    return msgspec.convert(told["hosts"], list[HostFacts]), [Seat(**seat) for seat in told["seats"]]

@@ -1,0 +1,130 @@
+"""Where the role processes of a run on several hosts go, as Ray placement groups: one per seat, each bound to a host.
+
+A group reserves a role's GPUs on its host; when the host is lost and comes back, Ray reserves them there again. Which role sits
+where is decided by `segue.cluster.hosts.layout`, not by Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from segue.cluster.hosts.layout import Seat, elsewhere
+from segue.cluster.hosts.member import HOST_RESOURCE
+from segue.cluster.hosts.messages import HostFacts
+from segue.config import Config
+from segue.errors import RunFailed
+
+_A_LITTLE = 0.001
+"""Of a host's resource: it binds a group to the host, and nobody ever runs out of it."""
+_LOOK_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Placement:
+    """See the module. Seats may change while the run goes on."""
+
+    def __init__(self, config: Config, hosts: Sequence[HostFacts], seats: Sequence[Seat]) -> None:
+        self._config = config
+        self._hosts = {host.rank: host for host in hosts}
+        self._seats = {seat.name: seat for seat in seats}
+        self._groups: dict[str, Any] = {}
+
+    async def gathered(self, seconds: float) -> None:
+        """All hosts have joined Ray. Raises `RunFailed` naming who has not after `seconds`."""
+        try:
+            async with asyncio.timeout(seconds):
+                while missing := sorted(set(self._hosts) - set(alive())):
+                    await asyncio.sleep(_LOOK_SECONDS / 4)
+        except TimeoutError:
+            host = self._hosts[missing[0]]
+            raise RunFailed(
+                "start",
+                f"Host {host.rank} ({host.name}) did not join Ray within cluster.start_seconds = {seconds:g}: see "
+                f"logs/host-{host.rank}.log in the run directory; hosts must reach each other on all ports above 1024.",
+            ) from None
+
+    def options(self, name: str) -> dict[str, Any]:
+        """For the role's actor: where it goes."""
+        seat = self._seats[name]
+        if name not in self._groups:
+            bundle = {HOST_RESOURCE.format(seat.host): _A_LITTLE} | ({"GPU": seat.gpus} if seat.gpus else {})
+            self._groups[name] = placement_group([bundle], name=name)
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._groups[name], placement_group_bundle_index=0)}
+
+    def host_of(self, name: str) -> int:
+        return self._seats[name].host
+
+    def address_of(self, name: str) -> str:
+        return self._hosts[self._seats[name].host].address
+
+    def describe(self, name: str) -> str:
+        host = self._hosts[self._seats[name].host]
+        return f"host {host.rank} ({host.name})"
+
+    async def seat_again(self, name: str) -> bool:
+        """Wait until the role has a place to start anew: its host, when it is there, or another; False if there is none.
+
+        An env pool moves at once: it holds nothing. A rollout node waits for its host, at most `cluster.absence_seconds`.
+        """
+        seat = self._seats[name]
+        patience = self._config.cluster.absence_seconds if seat.role == "rollout" else 0.0
+        try:
+            async with asyncio.timeout(patience):
+                while seat.host not in alive():
+                    await asyncio.sleep(_LOOK_SECONDS)
+            return True
+        except TimeoutError:
+            pass
+        there = [host for rank, host in self._hosts.items() if rank in alive()]
+        moved = elsewhere(seat, self._config, there, (other for other in self._seats.values() if other.name != name))
+        if moved is None:
+            return False
+        if group := self._groups.pop(name, None):
+            remove_placement_group(group)
+        self._seats[name] = moved
+        log.info("%s moves from host %d to host %d", name, seat.host, moved.host)
+        return True
+
+    def newcomers(self, nodes: int) -> list[str]:
+        """Names of rollout nodes for hosts that came after the start, as far as `rollout.max_nodes` allows; they have seats now.
+
+        `nodes` is how many rollout nodes there are.
+        """
+        names: list[str] = []
+        for rank, node in sorted(alive().items()):
+            if rank in self._hosts:
+                continue
+            gpus = int(node["Resources"].get("GPU", 0))
+            versions = dict.fromkeys(("segue", "python", "torch", "vllm", "ray"), "")
+            self._hosts[rank] = HostFacts(
+                rank, node["NodeManagerHostname"], node["NodeManagerAddress"], **versions, cores=1, gpus=gpus
+            )
+            each = self._config.rollout.gpus
+            room = int(gpus / each + 1e-6) if each else 1
+            for _ in range(min(room, self._config.rollout.most - nodes - len(names))):
+                number = 1 + max(int(name.rpartition("-")[2]) for name in self._seats if name.startswith("rollout-"))
+                name = f"rollout-{number}"
+                self._seats[name] = Seat(name, rank, each)
+                names.append(name)
+        return names
+
+
+def alive() -> dict[int, Any]:
+    """Ray's nodes that are there, by their host's number."""
+    found: dict[int, Any] = {}
+    prefix = HOST_RESOURCE.format("")
+    for node in ray.nodes():
+        if node["Alive"]:
+            for resource in node["Resources"]:
+                number = resource.removeprefix(prefix)
+                if resource.startswith(prefix) and number.isdecimal():
+                    found[int(number)] = node
+    return found
