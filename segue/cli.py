@@ -85,13 +85,52 @@ def train(
         bool, typer.Option("--serial", help="Everything in one process on a logical clock: slower, the same every time.")
     ] = False,
     overrides: Overrides = None,
+    hosts: Annotated[int, typer.Option("--hosts", metavar="N", help="On N hosts, this one the first.", min=1)] = 1,
+    address: Annotated[str, typer.Option("--address", help="With --hosts: where the others reach this host.")] = "",
+    port: Annotated[int, typer.Option("--port", help="With --hosts: where it listens for them.", min=1024, max=65535)] = 29400,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the plan; start nothing.")] = False,
 ) -> int:
     """Train a policy, evaluate it before and after, and write everything into a run directory."""
     if resume and run is None:
         raise UserError("--resume needs to know which run to go on with: add --run DIR.")
+    if hosts > 1 and not address:
+        raise UserError("--hosts needs --address, at which the other hosts reach this one: launch.sh takes it from HEAD_ADDR.")
+    if hosts > 1 and serial:
+        raise UserError("--serial runs everything in one process: leave --hosts out.")
+    if dry_run:
+        from segue.cluster.prepare import dry_run as show
+
+        return show(config, overrides or [], serial, hosts)
+    from segue.cluster.hosts.where import Where
     from segue.cluster.supervisor import supervise
 
-    return supervise(config, overrides or [], run, resume, serial)
+    where = Where(hosts, address, port) if hosts > 1 else None
+    return supervise(config, overrides or [], run, resume, serial, where)
+
+
+@app.command()
+@_sentences
+def join(
+    address: Annotated[str, typer.Option("--address", help="Of the first host (HEAD_ADDR).")],
+    rank: Annotated[int, typer.Option("--rank", help="The number of this host, from 1 (NODE_RANK).", min=1)],
+    port: Annotated[int, typer.Option("--port", help="Where the first host listens.", min=1024, max=65535)] = 29400,
+    own: Annotated[
+        str, typer.Option("--own-address", help="Of this host; default: where packets to the first leave.")
+    ] = "",
+    seconds: Annotated[float, typer.Option("--seconds", help="How long to look for the first host.", min=1.0)] = 300.0,
+    forgiving: Annotated[bool, typer.Option("--forgiving", help="Exit with 0 however it ends: the first host tells.")] = False,
+) -> int:
+    """Take part in a run as another host than the first; launch.sh calls it."""
+    from segue.cluster.hosts.member import join as take_part
+    from segue.cluster.hosts.where import token_of
+
+    try:
+        code = take_part(address, port, rank, own, token_of(os.environ), seconds)
+        return 0 if forgiving else code
+    except (RunFailed, UserError) as error:
+        if not forgiving:
+            raise
+        return _say(str(error), 0)
 
 
 @app.command()

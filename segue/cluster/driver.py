@@ -374,8 +374,10 @@ class Driver:
 
 
 def _worth_another(error: BaseException | None, actor: RoleHandle) -> bool:
-    """Whether a new process may do better: this one is gone, or the engine of a node is (vLLM's processes, a GPU). Not for a mistake
-    in the config or of our own, which it would meet again."""
+    """Whether a new process may do better: this one is gone, or the engine of a node is (vLLM's processes, a GPU).
+
+    Not for a mistake in the config or of our own, which it would meet again.
+    """
     if not isinstance(error, RunFailed) or error.part != actor.name or isinstance(error, Broken):
         return False
     return isinstance(error, Died) or actor.spec.role == "rollout"

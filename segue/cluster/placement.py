@@ -41,7 +41,7 @@ class Placement:
         """All hosts have joined Ray. Raises `RunFailed` naming who has not after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
-                while missing := sorted(set(self._hosts) - set(alive())):
+                while missing := sorted(set(self._hosts) - set(alive())):  # noqa: ASYNC110 - Ray tells nobody
                     await asyncio.sleep(_LOOK_SECONDS / 4)
         except TimeoutError:
             host = self._hosts[missing[0]]
@@ -78,7 +78,7 @@ class Placement:
         patience = self._config.cluster.absence_seconds if seat.role == "rollout" else 0.0
         try:
             async with asyncio.timeout(patience):
-                while seat.host not in alive():
+                while seat.host not in alive():  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
             return True
         except TimeoutError:
@@ -103,10 +103,8 @@ class Placement:
             if rank in self._hosts:
                 continue
             gpus = int(node["Resources"].get("GPU", 0))
-            versions = dict.fromkeys(("segue", "python", "torch", "vllm", "ray"), "")
-            self._hosts[rank] = HostFacts(
-                rank, node["NodeManagerHostname"], node["NodeManagerAddress"], **versions, cores=1, gpus=gpus
-            )
+            address, name = node["NodeManagerAddress"], node["NodeManagerHostname"]
+            self._hosts[rank] = HostFacts(rank, name, address, "", "", "", "", "", cores=1, gpus=gpus)
             each = self._config.rollout.gpus
             room = int(gpus / each + 1e-6) if each else 1
             for _ in range(min(room, self._config.rollout.most - nodes - len(names))):

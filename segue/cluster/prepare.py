@@ -15,6 +15,7 @@ from envpool.environment import Split
 from envpool.suites import load_suite
 from rollout.vllm.arguments import check_arguments
 from segue.cluster.devices import with_devices
+from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.layout import Seat, lay_out, map_lines
 from segue.cluster.hosts.messages import HostFacts
 from segue.cluster.hosts.plan import note_hosts
@@ -99,6 +100,22 @@ def prepare(
         raise
     go_on = go_on_command(config_path, run.path, overrides, serial)
     return Prepared(config, run, model, str(checkpoint.path) if checkpoint else "", attempt, go_on=go_on)
+
+
+def dry_run(config_path: Path, overrides: list[str], serial: bool, count: int) -> int:
+    """Check what can be checked without a run directory, print the plan, start nothing. With several hosts, as if all were like
+    this one. Raises `UserError`."""
+    look_beside(config_path, RunDir(config_path.parent).suite_path())
+    hosts = [facts_here(rank, "") for rank in range(count)] if count > 1 else []
+    gpus = sum(host.gpus for host in hosts) if hosts else None
+    config = beside(with_devices(load_config(config_path, overrides), gpus), config_path)
+    check(config)
+    seats = lay_out(config, hosts) if hosts else []
+    lines = plan_lines(config, str(config_path), Path("(a dry run)"), _model_text(config), serial)
+    print("\n".join([*lines, *map_lines(seats, hosts)]), flush=True)
+    if hosts:
+        print("  (as if every host were like this one)", flush=True)
+    return 0
 
 
 def _listening_on(config: Config, address: str) -> Config:

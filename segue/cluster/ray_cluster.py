@@ -54,7 +54,8 @@ class RayCluster:
 def create_actor(kind: type, arguments: tuple[Any, ...], gpus: float, placed: dict[str, Any] | None = None) -> Any:
     """An actor of our own, never restarted by Ray: what a death means is our decision (`segue.cluster.driver`).
 
-    `placed` are Ray's options that say where. It inherits the supervisor's environment, OMP_NUM_THREADS included (a `runtime_env` would start Python twice per actor).
+    `placed` are Ray's options that say where. It inherits the environment of Ray's node process, OMP_NUM_THREADS included (a
+    `runtime_env` would start Python twice per actor).
     """
     options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1000}
     return ray.remote(**options, **(placed or {}))(kind).remote(*arguments)

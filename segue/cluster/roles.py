@@ -13,7 +13,7 @@ from segue.wire import Message
 class RoleSpec(Message, frozen=True):
     """One role process to be: everything its builder needs, as bytes that cross to it once.
 
-    `role` is scheduler, envpool, rollout or learner. `resume` is a checkpoint folder or "". `address` is what it listens on, where
+    `role` is scheduler, envpool, rollout or learner. `resume` is a checkpoint folder or "". `address` is what it listens on where
     that is not the config's (on several hosts); `start` counts the processes of this role in this attempt of the run, from 1.
     `rendezvous` is where learner ranks meet (host:port), once that is known.
     """

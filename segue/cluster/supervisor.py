@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from segue.cluster.child import REPORT_FD, SCRATCH, SUPERVISOR, command_line
-from segue.cluster.hosts.gathered import Gathered, Where
+from segue.cluster.hosts.gathered import Gathered
+from segue.cluster.hosts.where import Where
 from segue.cluster.prepare import Prepared, prepare
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family
 from segue.cluster.stopped import as_it_can_be, tell_stopped
@@ -41,8 +42,8 @@ def supervise(
 ) -> int:
     """Train to the end and return the exit code: 0, or 130 after Ctrl-C.
 
-    `where`: this is the first of several hosts. Raises `UserError` for what the user can mend, `RunFailed` with the first cause if a
-    part died. Leaves no process behind.
+    `where`: this is the first of several hosts. Raises `UserError` for what the user can mend, `RunFailed` with the first
+    cause if a part died. Leaves no process behind.
     """
     with surviving_stdout():
         if where is None:

@@ -25,16 +25,15 @@ class ClusterConfig(Section):
     join_seconds: float = Field(300.0, gt=0.0)
     """Deadline for all hosts of a run on several to appear, counted from the call on the first one."""
     absence_seconds: float = Field(600.0, gt=0.0)
-    """How long a host that was lost may stay away. Until then the roles that it had wait for it; then they begin on other hosts, if
-    any of theirs is left and has room, and else stay away."""
+    """How long the rollout nodes of a lost host wait for it. Then they begin on another one that has room, or stay away."""
     restarts: int = Field(5, ge=0)
     """How often in an hour one env pool or rollout node may die; then the run ends."""
     hosts: dict[Role, list[int]] = Field(default_factory=dict)
-    """On several hosts: which of them (0 is the first) a role may use, for instance { envpool = [2, 3] }; others: wherever there is room."""
+    """On several hosts: which of them (0 is the first) a role may use, for instance { envpool = [2, 3] }; else any with room."""
     stop_seconds: float = Field(15.0, gt=0.0)
     """Deadline of their stop; then they are killed."""
     silence_seconds: float = Field(30.0, gt=0.0)
-    """A process that does not answer for this long ends the run with a sentence; a rollout node or env pool is killed and started anew."""
+    """A process that does not answer for this long ends the run with a sentence; a rollout node or env pool is started anew."""
     object_store_bytes: int = Field(100 << 20, ge=80 << 20)
     """Ray's object store."""
 

@@ -68,8 +68,9 @@ def differences(hosts: Sequence[HostFacts], engine: str) -> str:
             theirs = _public(getattr(host, key))
             if theirs != ours:
                 return (
-                    f"Host {host.rank} ({host.name}) has {title} {getattr(host, key) or 'not at all'} and host 0 ({head.name}) has "
-                    f"{getattr(head, key) or 'none'}: install the same on all hosts (./launch.sh --install-only on each)."
+                    f"Host {host.rank} ({host.name}) has {title} {getattr(host, key) or 'not at all'}, "
+                    f"and host 0 ({head.name}) {getattr(head, key) or 'not at all'}: "
+                    "install the same on all hosts (./launch.sh --install-only on each)."
                 )
     return ""
 

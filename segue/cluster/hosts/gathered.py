@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -15,28 +13,15 @@ from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.head import Head
 from segue.cluster.hosts.layout import lay_out
 from segue.cluster.hosts.messages import Check, HostFacts, Join
+from segue.cluster.hosts.where import Where, resolve, token_of
 from segue.cluster.ports import ports_needed
 from segue.cluster.prepare import Prepared
 from segue.config import load_config
 from segue.errors import UserError
 
-PORT = 29400
-TOKEN_FILE = Path("~/.segue/token")
-LOG = "host-{}.log"
-
-
-@dataclass(frozen=True)
-class Where:
-    """What `launch.sh` is told: how many hosts, and where this first one listens for the others."""
-
-    hosts: int
-    address: str
-    port: int = PORT
-    token: str = ""
-
 
 class Gathered:
-    """A context: entering it waits for all hosts and raises `UserError` or `RunFailed` unless they fit together; leaving it ends them.
+    """A context: entering it waits for all hosts and raises `UserError` or `RunFailed` unless they fit; leaving it ends them.
 
     `code` is what they are told: the exit code of the run, 1 unless it is set.
     """
@@ -79,44 +64,12 @@ class Gathered:
             raise
         finally:
             Path(name).unlink(missing_ok=True)
-        self._log = str(run.logs.resolve() / LOG)
+        self._logs = str(run.logs.resolve())
         self._object_store_bytes = config.cluster.object_store_bytes
 
     def order_join(self, ray_address: str, environment: dict[str, str], stop_seconds: float) -> None:
         """Ray runs at `ray_address`: all hosts are to join it, in this environment."""
-        self._head.order_join(Join(ray_address, environment, self._object_store_bytes, stop_seconds, self._log))
-
-
-def resolve(address: str) -> str:
-    """A name or an address as an address. Raises `UserError`."""
-    try:
-        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise UserError(
-            f"HEAD_ADDR = {address!r} is no address that is known here ({error.strerror or error}): correct it."
-        ) from None
-
-
-def token_of(environment: os._Environ[str] | dict[str, str], file: Path = TOKEN_FILE) -> str:
-    """The token that the hosts of a run share: SEGUE_TOKEN, or a file that is made on first use and that only its owner can read."""
-    if token := environment.get("SEGUE_TOKEN", ""):
-        return token
-    path = file.expanduser()
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            pass
-        else:
-            with os.fdopen(handle, "w") as made:
-                made.write(secrets.token_hex(32))
-        token = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise UserError(f"{path} cannot be used ({error.strerror}): set SEGUE_TOKEN to the same words on all hosts.") from None
-    if not token:
-        raise UserError(f"{path} is empty: remove it, or set SEGUE_TOKEN to the same words on all hosts.")
-    return token
+        self._head.order_join(Join(ray_address, environment, self._object_store_bytes, stop_seconds, self._logs))
 
 
 def _print(line: str) -> None:

@@ -160,21 +160,23 @@ class Head:
             self._strangers.append("one with another token")
             with contextlib.suppress(OSError):
                 connection.close()
-            return None
+            return
         except (EOFError, OSError, TypeError):
-            return None
+            return
         finally:
             expiry.cancel()
         channel: _Channel = Channel(connection, MemberSays, HeadSays, "member")
         said = channel.inbox.get(timeout=CHECK_SECONDS)
         if said is None or not isinstance(said.message, Hello):
             self._strangers.append(channel.why or "one that does not say who it is")
-            return channel.close()
+            channel.close()
+            return
         member = _Member(said.message.facts, channel)
         if sentence := self._take_in(member):
             self._strangers.append(sentence)
             member.say(Refused(sentence))
-            return channel.close()
+            channel.close()
+            return
         self._serve(member)
 
     def _take_in(self, member: _Member) -> str:

@@ -52,7 +52,7 @@ class _Room:
 def lay_out(config: Config, hosts: Sequence[HostFacts]) -> list[Seat]:
     """A host for every role process of the config. Raises `UserError` when they do not fit.
 
-    - Learner ranks stay together: as few hosts as can be, those with the most GPUs first. Without GPUs they sit on the first host.
+    - Learner ranks stay together: as few hosts as can be, those with most GPUs first. Without GPUs they sit on the first host.
     - A rollout node sits whole on one host (its workers talk at every layer): where most GPUs are free, and without GPUs where
       there is least to do, hosts of learner ranks last.
     - Env pools prefer hosts without GPUs, then those with least to do. The scheduler sits beside the driver, on the first host.

@@ -76,8 +76,8 @@ def _connect(head: str, port: int, token: str, seconds: float) -> _Channel:
             if time.monotonic() > deadline:
                 raise RunFailed(
                     "start",
-                    f"Nobody answers at {where} after {seconds:g} s ({error.strerror or error}): start launch.sh with NODE_RANK=0 "
-                    "on that host, or correct HEAD_ADDR and HEAD_PORT.",
+                    f"Nobody answers at {where} after {seconds:g} s ({error.strerror or error}): start launch.sh with "
+                    "NODE_RANK=0 on that host, or correct HEAD_ADDR and HEAD_PORT.",
                 ) from None
             time.sleep(RETRY_SECONDS)
     try:
@@ -137,7 +137,7 @@ class _Member:
                     raise AssertionError(f"what is this for? {other}")
 
     def _look_at_signals(self) -> int | None:
-        """SIGINT: this host leaves at once. SIGTERM (a scheduler ends the job): the head stops in order first, if it was told too."""
+        """SIGINT: this host leaves at once. SIGTERM (the job ends): the head stops in order first, if it was told too."""
         if not self._signals:
             return None
         first = self._signals[0]
@@ -176,7 +176,7 @@ class _Member:
         environment = os.environ | join.environment | {"TMPDIR": str(self._scratch)}
         for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
             environment.pop(name, None)
-        with open(join.log, "ab") as log:
+        with open(Path(join.logs) / f"host-{self._rank}.log", "ab") as log:
             self._ray = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )
@@ -202,7 +202,7 @@ def checked(check: Check, address: str) -> Checked:
         probe.unlink()
     except (OSError, RunFailed) as error:
         unwritable = getattr(error, "strerror", "") or str(error)
-    return Checked([] if not missing else missing, unwritable, free_ports(address, check.ports))
+    return Checked(missing, unwritable, free_ports(address, check.ports))
 
 
 def _words(path: Path) -> str | None:

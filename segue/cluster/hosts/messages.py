@@ -59,13 +59,13 @@ class Checked(Message, frozen=True, tag=True):
 
 
 class Join(Message, frozen=True, tag=True):
-    """Start Ray and join the one at `ray_address`, in this environment; `log` is where its output goes."""
+    """Start Ray and join the one at `ray_address`, in this environment; its output goes to a file of the host's in `logs`."""
 
     ray_address: str
     environment: dict[str, str]
     object_store_bytes: int
     stop_seconds: float
-    log: str
+    logs: str
 
 
 class Left(Message, frozen=True, tag=True):
