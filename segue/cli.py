@@ -114,9 +114,7 @@ def join(
     address: Annotated[str, typer.Option("--address", help="Of the first host (HEAD_ADDR).")],
     rank: Annotated[int, typer.Option("--rank", help="The number of this host, from 1 (NODE_RANK).", min=1)],
     port: Annotated[int, typer.Option("--port", help="Where the first host listens.", min=1024, max=65535)] = 29400,
-    own: Annotated[
-        str, typer.Option("--own-address", help="Of this host; default: where packets to the first leave.")
-    ] = "",
+    own: Annotated[str, typer.Option("--own-address", help="Of this host; default: where packets to the first leave.")] = "",
     seconds: Annotated[float, typer.Option("--seconds", help="How long to look for the first host.", min=1.0)] = 300.0,
     forgiving: Annotated[bool, typer.Option("--forgiving", help="Exit with 0 however it ends: the first host tells.")] = False,
 ) -> int:

@@ -12,7 +12,8 @@ import pytest
 
 from segue.cluster.child import Job, Report
 from segue.cluster.controller import Controller
-from segue.cluster.driver import Died, Driver
+from segue.cluster.driver import Driver
+from segue.cluster.role_handle import Died
 from segue.config import Config, to_toml
 from segue.config.root import resolve
 from segue.console import Console

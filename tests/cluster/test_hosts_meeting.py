@@ -1,0 +1,181 @@
+"""Head and members over real sockets: tokens, numbers, versions, silence; Ray and roles are not needed for it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from segue.cluster.hosts import channel as channels
+from segue.cluster.hosts.channel import Channel, prove
+from segue.cluster.hosts.facts import facts_here
+from segue.cluster.hosts.head import Head
+from segue.cluster.hosts.member import checked, join, ray_start
+from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, HostFacts, Join, MemberSays, Refused
+from segue.cluster.hosts.where import resolve, token_of
+from segue.errors import RunFailed, UserError
+
+TOKEN = "the words"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def meeting() -> Iterator[Callable[[int], tuple[Head, int]]]:
+    heads: list[Head] = []
+
+    def begin(count: int) -> tuple[Head, int]:
+        port = free_port()
+        heads.append(Head(facts_here(0, "127.0.0.1"), port, count, TOKEN, lambda line: None))
+        return heads[-1], port
+
+    yield begin
+    for head in heads:
+        head.close(0)
+
+
+def member(port: int, facts: HostFacts, token: str = TOKEN) -> Channel[HeadSays, MemberSays]:
+    connection = Client(("127.0.0.1", port), "AF_INET")
+    prove(connection, token, first=False)
+    channel = Channel(connection, HeadSays, MemberSays, "test")
+    channel.send(MemberSays(Hello(facts)))
+    return channel
+
+
+def heard(channel: Channel[HeadSays, MemberSays]) -> object:
+    said = channel.inbox.get(timeout=20.0)
+    return said.message if said is not None else None
+
+
+def test_hosts_are_collected_checked_joined_and_told_the_end(meeting: Callable[[int], tuple[Head, int]], tmp_path: Path) -> None:
+    head, port = meeting(3)
+    mine = facts_here(0, "127.0.0.1")
+    two, one = [member(port, msgspec.structs.replace(mine, rank=rank)) for rank in (2, 1)]
+    assert [host.rank for host in head.gather(20.0, "embedded")] == [0, 1, 2]
+    (tmp_path / "seen").write_text("words")
+    check = Check({str(tmp_path / "seen"): "words"}, str(tmp_path), (20000, 20999))
+
+    def answer() -> None:
+        for channel in (one, two):
+            channel.send(MemberSays(checked(heard_check(channel), "127.0.0.1")))
+
+    answers = threading.Thread(target=answer)
+    answers.start()
+    head.check(check, {1: 5, 2: 5})
+    answers.join()
+    order = Join("127.0.0.1:6379", {"A": "b"}, 1 << 27, 5.0, str(tmp_path))
+    head.order_join(order)
+    assert heard(one) == heard(two) == order
+    late = member(port, msgspec.structs.replace(mine, rank=3))
+    assert heard(late) == check, "who comes later is checked too"
+    assert heard(late) == order
+    head.close(7)
+    assert heard(one) == heard(late) == End(7)
+
+
+def heard_check(channel: Channel[HeadSays, MemberSays]) -> Check:
+    message = heard(channel)
+    assert isinstance(message, Check)
+    return message
+
+
+def test_who_has_not_come_is_named(meeting: Callable[[int], tuple[Head, int]]) -> None:
+    head, port = meeting(3)
+    member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1))
+    with pytest.raises(RunFailed, match=r"Host 2 of 3 did not appear at 127.0.0.1:\d+ within cluster.join_seconds = 0.5"):
+        head.gather(0.5, "embedded")
+
+
+def test_another_version_is_refused(meeting: Callable[[int], tuple[Head, int]]) -> None:
+    head, port = meeting(2)
+    member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1, ray="1.0"))
+    with pytest.raises(UserError, match=r"Host 1 \(.*\) has ray 1.0, and host 0"):
+        head.gather(20.0, "embedded")
+
+
+def test_a_number_is_given_once(meeting: Callable[[int], tuple[Head, int]]) -> None:
+    _, port = meeting(3)
+    facts = msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1)
+    first = member(port, facts)
+    while not isinstance(message := heard(member(port, facts)), Refused):  # until the first one is known
+        assert message is None
+    assert "NODE_RANK=1 is taken" in message.sentence
+    assert not first.over
+
+
+def test_a_wrong_token_is_said_on_both_sides(meeting: Callable[[int], tuple[Head, int]]) -> None:
+    head, port = meeting(2)
+    with pytest.raises(UserError, match=r"has another token: set SEGUE_TOKEN to the same words"):
+        join("127.0.0.1", port, 1, "127.0.0.1", "other words", 5.0)
+    with pytest.raises(RunFailed, match=r"refused: one with another token"):
+        head.gather(0.3, "embedded")
+
+
+def test_nobody_there_and_a_stranger_there() -> None:
+    with pytest.raises(RunFailed, match=r"Nobody answers at 127.0.0.1:\d+ after 0.1 s"):
+        join("127.0.0.1", free_port(), 1, "127.0.0.1", TOKEN, 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        with pytest.raises(RunFailed, match=r"is no Segue run: correct HEAD_ADDR"):
+            join("127.0.0.1", server.getsockname()[1], 1, "127.0.0.1", TOKEN, 5.0)
+
+
+def test_a_port_in_use_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UserError, match="set HEAD_PORT to another one"):
+        Head(facts_here(0, "127.0.0.1"), server.getsockname()[1], 2, TOKEN, lambda line: None)
+
+
+def test_silence_ends_a_connection(meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that was cut off for good sends nothing, not even the end of the connection."""
+    monkeypatch.setattr(channels, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(channels, "BEAT_SECONDS", 60.0)
+    _, port = meeting(2)
+    channel = member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1))
+    assert heard(channel) is None
+    assert channel.why == "nothing came for 0.05 s"
+
+
+def test_what_a_host_sees(tmp_path: Path) -> None:
+    (tmp_path / "seen").write_text("words\n")
+    (tmp_path / "model").mkdir()
+    files = {"seen": "words", "model": "", "gone": "words"}
+    files = {str(tmp_path / name): words for name, words in files.items()}
+    found = checked(Check(files, str(tmp_path), (20000, 20009)), "127.0.0.1")
+    assert found.missing == [str(tmp_path / "gone")]
+    assert found.unwritable == ""
+    assert 0 < found.free_ports <= 10
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "seen"], "nothing is left behind"
+    assert "No such file" in checked(Check({}, str(tmp_path / "none"), (20000, 20009)), "127.0.0.1").unwritable
+    assert isinstance(found, Checked)
+
+
+def test_rays_command_names_the_host(tmp_path: Path) -> None:
+    command = ray_start(Join("10.0.0.1:6379", {}, 1 << 27, 5.0, ""), 3, "10.0.0.4", tmp_path, gpus=2)
+    line = " ".join(command)
+    assert "--address 10.0.0.1:6379 --node-ip-address 10.0.0.4" in line
+    assert '--num-gpus 2 --resources {"segue_host_3": 1}' in line
+
+
+def test_the_token(tmp_path: Path) -> None:
+    assert token_of({"SEGUE_TOKEN": "mine"}, tmp_path / "token") == "mine"
+    made = token_of({}, tmp_path / "deep" / "token")
+    assert len(made) == 64
+    assert token_of({}, tmp_path / "deep" / "token") == made
+    assert (tmp_path / "deep" / "token").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(UserError, match="is empty: remove it, or set SEGUE_TOKEN"):
+        token_of({}, tmp_path / "empty")
+
+
+def test_an_unknown_address_is_said() -> None:
+    assert resolve("localhost") in ("127.0.0.1", "::1")
+    with pytest.raises(UserError, match="is no address that is known here"):
+        resolve("no-such-host.invalid")
