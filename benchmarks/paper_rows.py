@@ -1,7 +1,7 @@
 """The rows of the published tables: a scenario file each (`benchmarks/scenarios/paper/`), and one arm of a row played.
 
-A synchronous step begins with nothing in flight and ends with nothing in flight, so that all steps but the first are measured; the
-window of asynchronous arms is that of the sweeps. "Faster" is what the papers mean by it: a step of the same batch in less time.
+A synchronous step begins and ends with nothing in flight, so that all steps but the first are measured; the window of
+asynchronous arms is that of the sweeps. "Faster" is what the papers mean by it: a step of the same batch in less time.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _check_arm(row: Row, arm: PaperArm) -> None:
     places = config.rollout.nodes * min(config.rollout.max_episodes, config.rollout.slots)
     if arm.barrier and (config.mode != "sync" or places < batch):
         raise UserError(
-            f"{where} has a barrier, which needs mode = 'sync' and a place for each of its {batch} episodes, not {places} in mode "
-            f"'{config.mode}': correct the arm."
+            f"{where} has a barrier, which needs mode = 'sync' and a place for each of its {batch} episodes, not {places} in "
+            f"mode '{config.mode}': correct the arm."
         )
 
 
