@@ -4,7 +4,7 @@
 
 A row is a scenario file in benchmarks/scenarios/paper/ with its source, what the source leaves open, tolerance, and the arms
 that stand for the published ones. All arms of a row run on the production scheduler with the same lengths and latencies.
-Parameters are from the papers' text or stated as assumptions; none is fitted to a published result. Exit code 1: a row is
+Parameters are from the papers' text or stated as assumptions; none was searched for to match a result. Exit code 1: a row is
 outside its tolerance and its file gives no reason.
 """
 
