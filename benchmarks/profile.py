@@ -94,6 +94,7 @@ def figures(watched: Watched, window: Window) -> dict[str, Any]:
         "tokens_per_second": step_lines.total(here, "tokens_trained") / seconds,
         "states": {role: state_shares(before, after, role) for role in ROLES},
         "phases": phases(before, after, len(here)),
+        "messages_per_step": {role: grown(before, after, role, "segue_messages_received_total") / len(here) for role in ROLES},
     }
 
 
@@ -164,6 +165,8 @@ def table(found: Mapping[str, Any], top: int) -> str:
     for role, states in found["states"].items():
         told = ", ".join(f"{state} {share:.1%}" for state, share in sorted(states.items(), key=lambda item: -item[1]) if share)
         lines.append(f"  {role:<10} {told}")
+    received = ", ".join(f"{role} {count:.0f}" for role, count in found["messages_per_step"].items())
+    lines += ["", f"Calls received over Ray per step: {received}"]
     for part, rows in found["phases"].items():
         lines += ["", f"{part}, seconds per step by phase"]
         for phase, row in rows.items():

@@ -115,7 +115,7 @@ LEARNER_PHASES = (
 `publish`. `report`: the step is told to the scheduler, which acknowledges it, and a sampled trajectory is written."""
 ENGINE_PHASES = ("prefill", "forward", "sample", "book", "hand_over", "load", "score")
 """Of the embedded engine. `prefill`: contexts are computed. A decode step is `forward`, `sample` and `book` (on the event loop:
-who decodes, noise, tokens to their requests). `hand_over`: what thread and event loop wait for each other, at each step and prefill.
+who decodes, noise, tokens to their requests). `hand_over`: thread and event loop wait for each other, at each step and prefill.
 `load`, `score`: inside an update's pause."""
 MASK_REASONS = ("age",)
 ENV_FAILURE_REASONS = ("error", "timeout", "worker_died", "worker_killed", "restore", "seed", "capacity", "unknown", "refused")
