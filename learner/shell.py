@@ -283,9 +283,7 @@ class LearnerShell:
         self._metrics.observe("segue_learner_step_seconds", now() - began, phase="publish")
 
     def _gather(self, trainer: Trainer) -> None:
-        began = time.perf_counter()
         probe = score_probe(trainer.policy, self._probe) if self._probe else None
-        self._metrics.observe("segue_learner_step_seconds", time.perf_counter() - began, phase="probe")
         named = meta_tensors(trainer.policy)
         named |= full_tensors(trainer.policy, self._source.share(named))
         self._source.publish(trainer.step, named, probe)

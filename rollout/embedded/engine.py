@@ -382,7 +382,8 @@ class EmbeddedEngine:
         def step() -> Decoded:
             if moves:
                 runner.move(moves)
-            return runner.decode(batch, noise)
+            result: Decoded = runner.decode(batch, noise)
+            return result
 
         done = await self._watched.run(step, self._decode_cost)
         back = perf_counter()

@@ -108,11 +108,10 @@ LEARNER_PHASES = (
     "optimizer",
     "report",
     "publish",
-    "probe",
     "checkpoint",
 )
-"""`forward` and `backward` are parts of `forward_backward` (the rest of it: losses, and what diagnostics need), `probe` of
-`publish`. `report`: the step is told to the scheduler, which acknowledges it, and a sampled trajectory is written."""
+"""`forward` and `backward` are parts of `forward_backward` (the rest of it: losses, and what diagnostics need). `report`: the
+step is told to the scheduler, which acknowledges it, and a sampled trajectory is written."""
 ENGINE_PHASES = ("prefill", "forward", "sample", "book", "hand_over", "load", "score")
 """Of the embedded engine. `prefill`: contexts are computed. A decode step is `forward`, `sample` and `book` (on the event loop:
 who decodes, noise, tokens to their requests). `hand_over`: thread and event loop wait for each other, at each step and prefill.

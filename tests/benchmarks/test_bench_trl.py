@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import trl_peer
+from benchmarks.async_vs_sync import CONFIG
 from benchmarks.figures import Window
 from benchmarks.trl_worker import options
 from segue.cluster.prepare import find_model
@@ -40,7 +41,7 @@ def test_impossible_arguments_are_refused(words: list[str], capsys: pytest.Captu
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(trl_peer.CONFIG.parent.parent)
+    monkeypatch.chdir(CONFIG.parent.parent)
     with pytest.raises(UserError, match=said):
         trl_peer.check(trl_peer.parse(words))
 
@@ -59,7 +60,7 @@ def test_a_missing_trl_is_one_sentence_and_exit_code_2(
 
 
 def test_both_have_the_same_settings(tmp_path: Path) -> None:
-    config = load_config(trl_peer.CONFIG)
+    config = load_config(CONFIG)
     told = options(config, str(tmp_path), 5, [3])
     assert told["per_device_train_batch_size"] == config.batch.groups * config.group.size == 32
     assert told["num_generations"] == config.group.size and told["learning_rate"] == config.learner.lr
@@ -97,7 +98,7 @@ def test_claims_are_judged_by_the_median_pair() -> None:
 @pytest.mark.processes
 @needs_trl
 def test_trl_trains_two_steps(tmp_path: Path) -> None:
-    config = load_config(trl_peer.CONFIG, ["task.args.mean=0.0", "batch.groups=2"])
+    config = load_config(CONFIG, ["task.args.mean=0.0", "batch.groups=2"])
     job = {"config": to_toml(config), "model": find_model(config), "steps": 2, "threads": 1, "folder": str(tmp_path)}
     lines = trl_peer.train_with_trl(job)
     assert [line["step"] for line in lines] == [1, 2] and all(0 < line["tokens"] <= 8 * 4 * 12 for line in lines)

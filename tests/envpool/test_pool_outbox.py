@@ -31,7 +31,8 @@ def reply(episode: int) -> EnvFailed:
 
 async def replies(patience: float) -> list[tuple[float, list[int]]]:
     """Episode 0 at once, 1 after 0.01 s, 2 and 3 after 0.03 s."""
-    node, broken = Node(), []
+    node = Node()
+    broken: list[object] = []
     outbox = Outbox(
         "envpool-0", node, 1, Metrics("envpool", envs=("talk",)), 30.0, lambda: broken.append("silent"), broken.append
     )
