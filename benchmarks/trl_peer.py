@@ -5,7 +5,8 @@
 Both train the model of configs/latency.toml on its suite, from the same weights, with the same batch, group size, lengths,
 learning rate and loss, on the same cores of one machine, in turns (Segue, TRL, Segue, …); a pair shares its seed, and with it
 tasks and latencies. Segue runs as a user starts it, its processes on Ray; TRL in a process of its own (`benchmarks.trl_worker`),
-whose torch may use as many threads as there are cores. docs/benchmarks.md says what could not be made the same.
+whose torch uses `--threads`: measure with one and with all cores, and believe the smaller ratio. docs/benchmarks.md says what could
+not be made the same.
 
 TRL comes with the extra `peers`: `pip install 'segue[peers]'`, or into any folder on PYTHONPATH.
 """
@@ -193,9 +194,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="pairs per latency")
     parser.add_argument("--steps", nargs="+", type=_steps, metavar="ARM=N", default=[], help=f"steps of a run; default {STEPS}")
     parser.add_argument("--means", nargs="+", type=float, help="mean seconds of an environment step; default 0 and the config's")
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch threads of TRL; default: the cores"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="torch threads of TRL (default 1, as Segue's processes)")
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="for both")
     parser.add_argument("--seed", type=int, default=0, help="of the first pair; the next ones count up")
