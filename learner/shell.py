@@ -215,6 +215,7 @@ class LearnerShell:
         assert trainer is not None
         done = await self._train(trainer, batch)
         if self.rank == 0:
+            began = now()
             record_step(self._metrics, self.config.task.env, done)
             if self._samples is not None:
                 self._samples.write(batch)
@@ -222,6 +223,7 @@ class LearnerShell:
             seconds = {f"{phase}_seconds": value for phase, value in done.seconds.items()}
             report = TrainedReport(done.step, {**done.stats, **seconds, "wait_seconds": self._waited}, done.ages, cut=True)
             self._cut = (await self._ask(TRAINED, report)).cut
+            self._metrics.observe("segue_learner_step_seconds", now() - began, phase="report")
         every = self.config.checkpoint.every
         if trainer.step == self.config.steps or (every > 0 and trainer.step % every == 0):
             await self._checkpoint()

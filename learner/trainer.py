@@ -67,6 +67,12 @@ class _Phases:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.enter(name)
+        with self.part(name):
+            yield
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Something inside a phase."""
         start = time.perf_counter()
         try:
             yield
@@ -120,7 +126,7 @@ class Trainer:
             with phases.phase("forward_backward"):
                 loss = 0.0
                 for micro, recomputed in zip(micros, proximal[index], strict=True):
-                    part, record = self._micro(micro, recomputed, index == 0, version)
+                    part, record = self._micro(phases, micro, recomputed, index == 0, version)
                     loss += part
                     records.append(record)
             with phases.phase("optimizer"):
@@ -153,11 +159,12 @@ class Trainer:
         return result
 
     def _micro(
-        self, micro: MicroBatch, recomputed: torch.Tensor | None, first: bool, version: int | None
+        self, phases: _Phases, micro: MicroBatch, recomputed: torch.Tensor | None, first: bool, version: int | None
     ) -> tuple[float, TokenRecord]:
         row = micro.row.to(self.policy.device)
         with torch.set_grad_enabled(micro.grad):
-            logprobs, entropy = self.policy(row)
+            with phases.part("forward"):
+                logprobs, entropy = self.policy(row)
             if len(row.targets) == 0:
                 loss, record = logprobs.sum(), _nothing()
             else:
@@ -181,7 +188,8 @@ class Trainer:
                 )
             if micro.grad:
                 # FSDP averages gradients over ranks; the scales are those of the whole step, so that the sum is wanted.
-                (loss * self.world).backward()
+                with phases.part("backward"):
+                    (loss * self.world).backward()
         return float(loss.detach()), record
 
     def _optimize(self) -> float:

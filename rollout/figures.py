@@ -16,6 +16,7 @@ class Figures:
         self._metrics = metrics
         self._reported = self._discarded = 0
         self._reported_causes: dict[str, tuple[int, float]] = {}
+        self._reported_phases: dict[str, float] = {}
 
     def refresh(self, episodes: int, pending_events: int) -> dict[str, float]:
         """Totals by name: `prefill_<cause>`, `seconds_<cause>` and `cached_tokens` are the ledger's, the rest the engine's."""
@@ -29,6 +30,9 @@ class Figures:
         metrics.set("segue_episodes_running", episodes)
         metrics.set("segue_queue_depth", engine.waiting, queue="engine")
         metrics.set("segue_queue_depth", pending_events, queue="outbox")
+        for phase, spent in engine.phases.items():
+            metrics.add("segue_engine_seconds_total", spent - self._reported_phases.get(phase, 0.0), phase=phase)
+        self._reported_phases = engine.phases
         figures: dict[str, float] = {}
         for cause, tokens in self._ledger.prefilled.items():
             seconds = self._ledger.seconds[cause]

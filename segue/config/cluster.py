@@ -26,6 +26,9 @@ class ClusterConfig(Section):
     """A process that does not answer for this long ends the run with a sentence."""
     object_store_bytes: int = Field(100 << 20, ge=80 << 20)
     """Ray's object store."""
+    sample_stacks: bool = False
+    """Sample the stacks of each role's process, and write at its end into which functions its CPU time went:
+    `RUN/profile/<role>-<rank>.json` (`segue bench profile --functions`)."""
 
     @field_validator("ports")
     @classmethod
