@@ -248,17 +248,18 @@ class ExchangeLoop:
         self._orders_seen = orders_seen
         self._counts = counts
         self._settled = settled
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._closing = False
 
     def wake(self) -> None:
         """Something was put into the outbox: look at its deadlines again."""
-        self._wake.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """The node is dying: one more attempt to say what is pending, then the session is over."""
         self._closing = True
-        self._wake.set()
+        self.wake()
 
     async def run(self) -> str:
         """Exchange until the session is over; returns why. Raises `RunFailed` if the scheduler cannot be joined in time."""
@@ -279,16 +280,14 @@ class ExchangeLoop:
                 return "fenced"
 
     async def _until_due(self) -> None:
-        while not self._closing:
-            self._wake.clear()
-            due = self._outbox.due()
-            if due <= now():
-                return
+        loop = asyncio.get_running_loop()
+        while not self._closing and (due := self._outbox.due()) > loop.time():
+            self._waiter = loop.create_future()
+            timer = loop.call_at(due, self.wake)
             try:
-                async with asyncio.timeout_at(due):
-                    await self._wake.wait()
-            except TimeoutError:
-                return
+                await self._waiter
+            finally:
+                timer.cancel()
 
     async def _exchange(self, timeout: float) -> bool:
         """One attempt. True if the session is over."""
