@@ -79,6 +79,7 @@ class Outbox:
         self._acked_sent: float | None = None
         self._last_sent = now
         self._history: dict[Attempt, list[Delta | Finish | Parked | Fail]] = {}
+        self._said: dict[str, float] = {}
 
     # --- events in --------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,8 @@ class Outbox:
         return min(renewal, flush + self._flush_after)
 
     def take(self, now: float, orders_seen: int, counts: dict[str, float]) -> Exchange:
-        """The exchange to send now: the one in flight again, unchanged, or a new one with everything pending."""
+        """The exchange to send now: the one in flight again, unchanged, or a new one with everything pending, and of `counts`
+        with what is not as in the exchange before."""
         if self._flight is None:
             events: list[NodeEvent] = []
             weight = 0
@@ -157,7 +159,11 @@ class Outbox:
             self._urgent = self._immediate = bool(self._pending)
             self._pending_since = now if self._pending else None
             self._number += 1
-            self._flight = Exchange(self._node, self.session, self._number, events, orders_seen, self._info, counts)
+            news: dict[str, float] = {}
+            if counts is not self._said:
+                said, self._said = self._said, counts
+                news = {name: value for name, value in counts.items() if said.get(name) != value}
+            self._flight = Exchange(self._node, self.session, self._number, events, orders_seen, self._info, news)
             self._flight_sent = now  # a reply may be to the first sending of it
             self._last_sent = now
         return self._flight

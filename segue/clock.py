@@ -103,7 +103,7 @@ class LogicalLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         return self.call_at(self._logical_now + delay, callback, *args, context=context)
 
-    def call_soon(  # type: ignore[override]  # asyncio's own, without its debug mode, which nothing here uses
+    def call_soon(  # asyncio's own, without its debug mode, which nothing here uses
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         self._check_closed()  # type: ignore[attr-defined]

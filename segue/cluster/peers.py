@@ -40,18 +40,20 @@ class LocalPeer:
 @types.coroutine
 def _rest(work: Coroutine[Any, Any, bytes], waits_for: Any) -> Generator[Any, Any, bytes]:
     """Go on with a coroutine that was begun and now waits for a future (None: for the next round of the loop)."""
+    error: BaseException | None
     while True:
         try:
             value = yield waits_for
         except GeneratorExit:
             work.close()
             raise
-        except BaseException as error:
-            resume, argument = work.throw, error
+        except BaseException as raised:
+            error = raised
+            value = None
         else:
-            resume, argument = work.send, value
+            error = None
         try:
-            waits_for = resume(argument)
+            waits_for = work.send(value) if error is None else work.throw(error)
         except StopIteration as done:
             reply: bytes = done.value
             return reply
