@@ -83,8 +83,8 @@ def play(world: World, marks: Collection[int] = (), *, sink: bool = False, wrap:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Let Python look for cycles less often: a cluster is millions of objects that live long, and makes few cycles. What it looked
-    for by default took a quarter of the time."""
+    """Let Python look for cycles less often: a cluster is millions of objects that live long, and makes few cycles. By default it
+    looked for them a quarter of the time."""
     before = gc.get_threshold()
     gc.set_threshold(COLLECT_AFTER, *before[1:])
     try:
