@@ -19,7 +19,9 @@ from learner.diagnostics import OneRank, Reduce, TokenRecord, token_diagnostics
 from learner.losses import proximal_logprobs, token_loss
 from learner.model import POLICY, Models, PackedModel
 from learner.schedule import learning_rate
+from segue.by_path import load
 from segue.config import Config
+from segue.errors import UserError
 
 Array = np.ndarray[Any, Any]
 
@@ -30,12 +32,16 @@ class NotFinite(ArithmeticError):
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step did: `stats` by name (see `learner.diagnostics`), `ages[a]` trained tokens of age a, seconds by phase."""
+    """What a step did: `stats` by name (see `learner.diagnostics`), `ages[a]` trained tokens of age a, seconds by phase.
+
+    `updated`: the weights are others now; where they are not, there is nothing to publish.
+    """
 
     step: int
     stats: dict[str, float]
     ages: list[int]
     seconds: dict[str, float]
+    updated: bool = True
 
 
 class TorchReduce:
@@ -204,6 +210,18 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return value
+
+
+def trainer_class(config: Config) -> type[Trainer]:
+    """The class that `learner.trainer` names. Raises `UserError`."""
+    path = config.learner.trainer
+    if path == "segue":
+        return Trainer
+    must_be = "it must be a subclass of learner.trainer.Trainer"
+    found = load(path, f"The trainer learner.trainer = {path!r}", must_be)
+    if not (isinstance(found, type) and issubclass(found, Trainer)):
+        raise UserError(f"learner.trainer = {path!r} is a {type(found).__name__}: {must_be}.")
+    return found
 
 
 def _numpy(tensor: torch.Tensor) -> Array:

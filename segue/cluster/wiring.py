@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from segue.build import git_sha
 from segue.clock import Compute, LogicalCompute, ThreadCompute
+from segue.cluster.cores import cores_of, key_of, pin
+from segue.cluster.own_parts import own_engine
 from segue.cluster.roles import Facts, Role, RoleSpec
 from segue.config import Config
 from segue.config.root import resolve
@@ -117,6 +119,8 @@ async def build_host(spec: RoleSpec, place: Place | None = None) -> Host:
     alone = place is None
     place = place or Place(asyncio.get_running_loop().time, attempt=spec.attempt)
     config = config_of(spec)
+    if alone:
+        pin(os.getpid(), cores_of(config, spec.role, spec.rank), key_of(config, spec.role))
     stacks = None
     if alone and config.cluster.sample_stacks:
         stacks = StackSampler(RunDir(Path(spec.run_dir)).stacks_of(spec.name), "start")
@@ -264,6 +268,8 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
             start_seconds=0.9 * config.cluster.start_seconds,  # it knows what it lacks: it should speak before the driver
             staged=config.weightsync.staging != "none",
         )
+    if rollout.own_engine:
+        return own_engine(config, node=spec.name, model_path=spec.model_path, device=device, compute=compute, tokenizer=tokenizer)
     from rollout.embedded import EmbeddedEngine
 
     return EmbeddedEngine(
