@@ -18,24 +18,17 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def uniforms(seed: int, offset: int, count: int) -> list[float]:
-    """Numbers `offset`, …, `offset + count − 1` of the stream of `seed`, each in (0, 1).
-
-    SplitMix64 by random access: output k from state s is mix(s + (k + 1) · γ). The seed is mixed first, so that the streams of
-    neighbouring seeds do not overlap. 32 bits each, shifted by half a unit: never 0 and never so close to 1 that the product with
-    a total of probabilities would round up to that total.
-    """
-    stream = stream_of(seed)
-    return [uniform(stream, number) for number in range(offset, offset + count)]
-
-
 def stream_of(seed: int) -> int:
-    """What `uniform` takes in place of a seed."""
+    """What `uniform` takes in place of a seed: it is mixed first, so that the streams of neighbouring seeds do not overlap."""
     return _mix(seed & _MASK)
 
 
 def uniform(stream: int, number: int) -> float:
-    """One number of a stream. Whole-number arithmetic: for one number NumPy takes thirty times as long."""
+    """Number `number` of a stream, in (0, 1). SplitMix64 by random access: output k from state s is mix(s + (k + 1) · γ).
+
+    32 bits, shifted by half a unit: never 0 and never so close to 1 that the product with a total of probabilities would round up
+    to that total. Whole-number arithmetic: for one number NumPy takes thirty times as long.
+    """
     return ((_mix((stream + (number + 1) * _GOLDEN) & _MASK) >> 32) + 0.5) * 2.0**-32
 
 
