@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from benchmarks.result import document, machine, write
 from rollout.embedded import EmbeddedEngine
-from rollout.embedded.sampler import sample, uniforms
+from rollout.embedded.sampler import sample, stream_of, uniform
 from segue.clock import ThreadCompute
 from segue.ports.engine import GenerateRequest, PauseMode
 from segue.ports.weights import Manifest, TensorSpec
@@ -88,7 +88,8 @@ def contexts(args: argparse.Namespace, pair: int) -> list[list[int]]:
 def plain_loop(model: Any, prompts: list[list[int]], new: int, seeds: list[int]) -> tuple[list[list[int]], list[list[float]]]:
     """The baseline: sampled tokens and their log-probabilities, per sequence."""
     cache = DynamicCache(config=model.config)
-    noise = torch.tensor([uniforms(seed, 0, new) for seed in seeds], dtype=torch.float64)
+    streams = [stream_of(seed) for seed in seeds]
+    noise = torch.tensor([[uniform(stream, number) for number in range(new)] for stream in streams], dtype=torch.float64)
     logits = model(torch.tensor(prompts), past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
     tokens: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]

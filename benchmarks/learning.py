@@ -51,7 +51,7 @@ from segue.rundir import disk_errors, write_json
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.toml"
 SETTINGS, LOCK, RESULTS = "settings.json", ".lock", "results.json"
-STEPS, LR, MINIBATCHES, EVAL_TASKS = 60, 6e-4, 2, 256
+STEPS, LR, MINIBATCHES, EVAL_TASKS = 48, 3e-4, 2, 256
 
 Run = Callable[[Cell], Outcome]
 

@@ -64,7 +64,7 @@ def _end_descendants(child: int) -> int:
     Returns the child's exit code, negative if a signal ended it.
     """
     code = 0
-    with contextlib.suppress(ProcessLookupError):  # it had not yet made its session
+    with contextlib.suppress(ProcessLookupError):  # it had not yet made its group
         os.killpg(child, signal.SIGKILL)
     while True:
         for pid in _children():
@@ -83,8 +83,8 @@ def _end_descendants(child: int) -> int:
 
 
 def _host(guard_pid: int) -> NoReturn:
-    """The child: a session of its own, dies with its guard, keeps the channel out of the environments' reach, and serves."""
-    os.setsid()
+    """The child: a process group of its own, dies with its guard, keeps the channel out of the environments' reach, and serves."""
+    os.setpgid(0, 0)  # a group, not a session: see `ProcessWorkers`
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guard_pid:

@@ -86,7 +86,11 @@ class _Worker:
 
 
 class ProcessWorkers:
-    """Spawns `python -m envpool.worker` in sessions of their own. Death is an event: a pidfd in the event loop."""
+    """Spawns `python -m envpool.worker` in process groups of their own. Death is an event: a pidfd in the event loop.
+
+    Groups, not sessions: Linux shares a core out among sessions (autogroup), and one that mostly sleeps was seen to wait for
+    seconds at a time (Linux 6.18) on a core that a rollout node kept busy, until its calls ran into their deadlines.
+    """
 
     def __init__(self, suite: str, args: dict[str, Any], snapshot_bytes: int) -> None:
         self._load = Load(suite, args, snapshot_bytes)
@@ -105,7 +109,7 @@ class ProcessWorkers:
         near, far = socket.socketpair()
         command = [sys.executable, "-m", "envpool.worker", str(os.getpid())]
         try:
-            process = subprocess.Popen(command, stdin=far.fileno(), start_new_session=True, env=os.environ | _ONE_THREAD)
+            process = subprocess.Popen(command, stdin=far.fileno(), process_group=0, env=os.environ | _ONE_THREAD)
         except OSError as error:
             near.close()
             asyncio.get_running_loop().call_soon(self._not_started, key, f"could not be started: {error}")

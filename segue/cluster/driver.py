@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from segue.cluster.child import Job, run_job
 from segue.cluster.controller import Controller
+from segue.cluster.cores import pin
 from segue.cluster.hosts.member import HOST_RESOURCE
 from segue.cluster.hosts.plan import read_hosts
 from segue.cluster.placement import Placement
@@ -58,6 +59,7 @@ class Driver:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted.set)
+        pin(os.getpid(), self._config.cluster.cores, "cluster.cores")  # Ray, and the roles that name none, inherit them
         self._say("starting Ray and the roles")
         began = loop.time()
         if planned := read_hosts(self._run):

@@ -14,6 +14,7 @@ from typing import Any
 from envpool.environment import Split
 from envpool.suites import load_suite
 from rollout.vllm.arguments import check_arguments
+from segue.cluster.cores import check_cores
 from segue.cluster.devices import with_devices
 from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.layout import Seat, lay_out, map_lines
@@ -72,6 +73,7 @@ def prepare(
         seats = lay_out(config, hosts)
     else:
         check_ports(config)
+        check_cores(config)
     now = datetime.now()
     checkpoint, again, changes = None, False, ""
     if resume:

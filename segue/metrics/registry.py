@@ -67,6 +67,58 @@ def _edge(value: float) -> str:
     return repr(float(value))
 
 
+class Counter:
+    """One series of a counter, found once and counted often."""
+
+    __slots__ = ("_key", "_lock", "_name", "_series")
+
+    def __init__(self, name: str, series: dict[Key, float], key: Key, lock: threading.Lock) -> None:
+        self._name = name
+        self._series = series
+        self._key = key
+        self._lock = lock
+
+    def add(self, value: float = 1.0) -> None:
+        """Count `value` more. Raises ValueError if it is negative or not a number."""
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{self._name} is a counter: it cannot grow by {value}")
+        with self._lock:
+            self._series[self._key] += value
+
+
+class Gauge:
+    """One series of a gauge."""
+
+    __slots__ = ("_key", "_lock", "_series")
+
+    def __init__(self, series: dict[Key, float], key: Key, lock: threading.Lock) -> None:
+        self._series = series
+        self._key = key
+        self._lock = lock
+
+    def set(self, value: float) -> None:
+        with self._lock:
+            self._series[self._key] = float(value)
+
+
+class Histogram:
+    """One series of a histogram."""
+
+    __slots__ = ("_histogram", "_lock", "_name")
+
+    def __init__(self, name: str, histogram: _Histogram, lock: threading.Lock) -> None:
+        self._name = name
+        self._histogram = histogram
+        self._lock = lock
+
+    def observe(self, value: float) -> None:
+        """Observe one value. Raises ValueError on NaN and infinity."""
+        if not math.isfinite(value):
+            raise ValueError(f"{self._name}: an observation of {value}")
+        with self._lock:
+            self._histogram.observe(float(value), 1)
+
+
 class Metrics(Collector):
     """The metrics of one role in one process. Only names, labels and values of the catalogue are accepted.
 
@@ -120,6 +172,18 @@ class Metrics(Collector):
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
+    def counter(self, name: str, **labels: str) -> Counter:
+        """A series to count on often: spares finding it each time."""
+        return Counter(name, *self._series(name, "counter", labels), self._lock)
+
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        """A series to set often."""
+        return Gauge(*self._series(name, "gauge", labels), self._lock)
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """A series to observe often."""
+        return Histogram(name, self._histogram(name, labels), self._lock)
+
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Count `value` more. Raises ValueError if it is negative or not a number."""
         if not value >= 0.0 or value == math.inf:
@@ -146,10 +210,7 @@ class Metrics(Collector):
         for value, count in pairs:
             if not math.isfinite(value) or count < 0:
                 raise ValueError(f"{name}: {count} observations of {value}")
-        metric = self._metric(name, "histogram")
-        histogram = self._histograms[name].get(self._key(metric, labels))
-        if histogram is None:
-            raise self._undeclared_value(metric, labels)
+        histogram = self._histogram(name, labels)
         with self._lock:
             for value, count in pairs:
                 histogram.observe(value, count)
@@ -244,6 +305,13 @@ class Metrics(Collector):
         metric = self._metric(name, kind)
         self._key(metric, labels)
         raise self._undeclared_value(metric, labels)
+
+    def _histogram(self, name: str, labels: dict[str, str]) -> _Histogram:
+        metric = self._metric(name, "histogram")
+        histogram = self._histograms[name].get(self._key(metric, labels))
+        if histogram is None:
+            raise self._undeclared_value(metric, labels)
+        return histogram
 
     def _undeclared_value(self, metric: Metric, labels: dict[str, str]) -> UndeclaredMetric:
         wrong = [f"{k}={v!r}" for k, v in labels.items() if v not in self._label_values(metric, k)]

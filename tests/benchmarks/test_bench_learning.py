@@ -300,7 +300,7 @@ def test_a_folder_of_other_settings_is_refused(command: Callable[..., int], caps
     capsys.readouterr()
     assert command("--grid", "4:none", "--seeds", "1", "--lr", "0.5") == 2
     said = capsys.readouterr().err.strip()
-    assert "holds cells with learner.lr = 0.0006, and now it is 0.5" in said and "\n" not in said
+    assert "holds cells with learner.lr = 0.0003, and now it is 0.5" in said and "\n" not in said
 
 
 def test_a_folder_in_use_or_of_another_kind_is_refused(

@@ -309,6 +309,15 @@ async def test_rubbish_on_the_channel_costs_the_worker_only() -> None:
         await node.create(1, attempt=2)
 
 
+async def test_workers_share_the_session_of_their_pool_and_have_groups_of_their_own() -> None:
+    """A session of its own is an autogroup of its own, which Linux let wait for seconds beside a busy rollout node."""
+    async with running(make_config(FAULTY, workers=1, instances=1)) as shell:
+        await Node(shell).create(1)
+        guard, host = shell.processes.pids()[0]
+        assert {os.getsid(pid) for pid in (guard, host)} == {os.getsid(0)}
+        assert [os.getpgid(pid) for pid in (guard, host)] == [guard, host]
+
+
 async def test_a_guard_that_does_not_react_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("envpool.workers.GRACE_SECONDS", 0.2)
     async with running(make_config(FAULTY, workers=1, instances=1, step_seconds=1.5)) as shell:
