@@ -87,12 +87,15 @@ def level_name(number: int) -> str:
 
 
 class ProcessLog:
-    """The log of one process while the block runs (or until `close`): its file, and the counter if `metrics` are given."""
+    """The log of one process while the block runs (or until `close`): its file, and the counter if `metrics` are given.
 
-    def __init__(self, folder: Path, role: str, rank: str, *, level: str = "info", metrics: Metrics | None = None) -> None:
+    Every line names the process, for instance "rollout-0".
+    """
+
+    def __init__(self, path: Path, process: str, *, level: str = "info", metrics: Metrics | None = None) -> None:
         threshold = parse_level(level)
-        file = _FileHandler(folder / f"{role}-{rank}.log", encoding="utf-8", delay=False)
-        file.setFormatter(_Lines(f"{role}-{rank}"))
+        file = _FileHandler(path, encoding="utf-8", delay=False)
+        file.setFormatter(_Lines(process))
         self._handlers: list[logging.Handler] = [file]
         if metrics is not None:
             self._handlers.append(CountingHandler(metrics))

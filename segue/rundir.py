@@ -6,7 +6,7 @@ metrics.jsonl           one line per learner step
 evals.json              the evaluations so far, by name
 summary.json            at the end
 metrics/targets/*.json  where each process serves its metrics (Prometheus file_sd)
-journal/  queue/  checkpoints/step_N/  trajectories/  logs/<role>-<rank>.log
+journal/  queue/  checkpoints/step_N/  trajectories/  logs/<role>-<rank>[.<attempt>[-<start>]].log
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class RunDir:
 
     def env_log(self) -> Path:
         """The log that what an environment raised just now is in: of an env pool, or of the one process of a serial run."""
-        logs = [path for name in ("envpool-*.log", "serial-0.log") for path in self.logs.glob(name)]
+        logs = [path for name in ("envpool-*.log", "serial-0*.log") for path in self.logs.glob(name)]
         return max(logs, key=lambda path: path.stat().st_mtime, default=self.log_of("envpool-0"))
 
     def suite_path(self) -> list[str]:
@@ -346,9 +346,10 @@ class RunDir:
     def logs(self) -> Path:
         return self.path / "logs"
 
-    def log_of(self, process: str) -> Path:
-        """The log of a process by its name, for instance "rollout-0"."""
-        return self.logs / f"{process}.log"
+    def log_of(self, process: str, attempt: int = 1, start: int = 1) -> Path:
+        """The log of a process by its name, for instance "rollout-0"; of an attempt of the run, and its nth start in that."""
+        which = f".{attempt}" * (attempt > 1 or start > 1) + f"-{start}" * (start > 1)
+        return self.logs / f"{process}{which}.log"
 
     def stacks_of(self, process: str) -> Path:
         """Where a process that samples its stacks (`segue.stacks`) writes what it found."""

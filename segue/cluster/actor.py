@@ -10,7 +10,6 @@ import asyncio
 import faulthandler
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +23,6 @@ from segue.cluster.roles import GET_FACTS, RoleSpec, failure_of
 from segue.cluster.wiring import Host, build_host, config_of
 from segue.errors import UserError
 from segue.ports.rpc import Done, Failure
-from segue.rundir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ class RoleActor:
     def __init__(self, spec: bytes) -> None:
         self._spec = wire.decode(spec, RoleSpec)
         self._host: Host | None = None
-        output_to(RunDir(Path(self._spec.run_dir)).log_of(self._spec.name))  # Ray's own files go with Ray
+        output_to(self._spec.log)  # Ray's own files go with Ray
         if self._spec.address:
             os.environ.update(interface_environment(self._spec.address))
         faulthandler.enable()

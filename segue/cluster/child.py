@@ -106,7 +106,7 @@ def run_job(process: str, work: Callable[[Job], int]) -> int:
     console = Console()
     os.dup2(2, 1)  # whatever libraries print (Ray does when a process dies) goes to the log
     run = RunDir.open(told.run)
-    with ProcessLog(run.logs, process, "0"):
+    with ProcessLog(run.log_of(f"{process}-0", told.attempt), f"{process}-0"):
         try:
             config = load_config(run.config)
             code = work(Job(run, config, told.model, told.attempt, told.resume, told.only_eval, report, console, scratch))

@@ -247,10 +247,11 @@ class Driver:
         while True:
             deaths = self._counts.died(name, asyncio.get_running_loop().time())
             if self._counts.too_many(name):
+                times = "once" if deaths == 1 else f"{deaths} times"
                 raise RunFailed(
                     name,
-                    f"{name} died {deaths} times in an hour, more than cluster.restarts = {self._counts.limit}: "
-                    f"see {self._run.log_of(name)}.",
+                    f"{name} died {times} in an hour, more than cluster.restarts = {self._counts.limit}: "
+                    f"see {dead.spec.log}.",
                 )
             dead.kill()
             if self._placement is not None and not await self._placement.seat_again(name):
@@ -319,9 +320,8 @@ class Driver:
                     self._say(f"{actor.name} has not answered for cluster.silence_seconds = {seconds:g}: it is ended.")
                     return self._end_silent(actor)
                 self._silent.add(actor.name)
-                log_path = self._run.log_of(actor.name)
                 raise RunFailed(
-                    actor.name, f"{actor.name} has not answered for cluster.silence_seconds = {seconds:g}: see {log_path}."
+                    actor.name, f"{actor.name} has not answered for cluster.silence_seconds = {seconds:g}: see {actor.spec.log}."
                 ) from None
             except Died:
                 pass  # the end of its `run` tells

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,7 +19,6 @@ from segue.cluster.roles import RoleSpec
 from segue.cluster.supervisor import died
 from segue.errors import RunFailed, UserError
 from segue.ports.rpc import Failure
-from segue.rundir import RunDir
 
 DEATHS_SETTLE_SECONDS = 1.0
 """A role may fail because another died; the news of the death may come a little later than the failure."""
@@ -50,7 +48,7 @@ class RoleHandle:
             reply = await asyncio.wrap_future(getattr(self.handle, method).remote(*arguments).future())
         except ray.exceptions.RayError as error:
             log.info("%s does not answer %s any more: %s", self.name, method, error)
-            raise Died(died(self.name, RunDir(Path(self.spec.run_dir)))) from None
+            raise Died(died(self.name, self.spec.log)) from None
         if isinstance(reply, bytes):
             with contextlib.suppress(wire.UnknownMessage):
                 failure = wire.decode(reply, Failure)

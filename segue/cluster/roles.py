@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Protocol
 
 from segue.errors import RunFailed, UserError
 from segue.ports.engine import EngineDead
 from segue.ports.rpc import Failure, Peer, Rpc
+from segue.rundir import RunDir
 from segue.wire import Message
 
 
@@ -34,6 +36,11 @@ class RoleSpec(Message, frozen=True):
     def name(self) -> str:
         """For instance "rollout-1"."""
         return f"{self.role}-{self.rank}"
+
+    @property
+    def log(self) -> Path:
+        """Its log file."""
+        return RunDir(Path(self.run_dir)).log_of(self.name, self.attempt, self.start)
 
 
 class Role(Protocol):

@@ -97,6 +97,7 @@ class _Watch:
         self._token = secrets.token_hex(16)
         self._config = prepared.config
         self._run = prepared.run
+        self._attempt = prepared.attempt
         self._child = "serial" if serial else "driver"
         self._scratch = scratch
         self._output = sys.stderr if quiet else None
@@ -132,7 +133,7 @@ class _Watch:
     def _start_driver(self) -> int:
         """Start the driver; returns the reading end of its report pipe."""
         reading, writing = os.pipe()
-        with open(self._run.log_of(f"{self._child}-0"), "ab") as log:
+        with open(self._run.log_of(f"{self._child}-0", self._attempt), "ab") as log:
             self._driver = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -272,12 +273,12 @@ class _Watch:
         # A driver that is killed takes its children with it, and their ends may be seen first; a child takes no driver along so.
         killed_first = code == -signal.SIGKILL and not self._killed
         if self._first_death is not None and not killed_first:  # the driver may know only what came of it
-            raise died(self._first_death, self._run)
+            raise died(self._first_death, self._run.log_of(self._first_death, self._attempt))
         if self._result is not None:
             if sentence := self._result["sentence"]:
                 raise RunFailed(self._result["part"], sentence) if self._result["exit"] == 1 else UserError(sentence)
             return int(self._result["exit"]) if self._result["exit"] != 130 else 128 + self._signal
-        log = self._run.log_of(f"{self._child}-0")
+        log = self._run.log_of(f"{self._child}-0", self._attempt)
         if self._stuck:
             seconds = self._config.cluster.start_seconds
             raise RunFailed("start", f"The run did not start within twice cluster.start_seconds = {seconds:g}: see {log}.")
@@ -291,10 +292,9 @@ class _Watch:
         raise RunFailed("driver", f"The {self._child} died ({describe_exit(code)}) and the run with it: see {log}.")
 
 
-def died(part: str, run: RunDir) -> RunFailed:
+def died(part: str, log: Path) -> RunFailed:
     """The end of a run by the death of a part that it cannot go on without."""
-    log = run.log_of(part)
-    return RunFailed(part, f"{part} died and the run cannot go on without it: see {log if log.exists() else run.logs}.")
+    return RunFailed(part, f"{part} died and the run cannot go on without it: see {log if log.exists() else log.parent}.")
 
 
 def _environment(token: str) -> dict[str, str]:

@@ -141,7 +141,7 @@ def _expose(host: Host) -> None:
     spec, config = host.spec, host.config
     run = RunDir(Path(spec.run_dir))
     registry = next(iter(host.metrics.values()))
-    host.log = ProcessLog(run.logs, spec.role, str(spec.rank), metrics=registry)
+    host.log = ProcessLog(spec.log, spec.name, metrics=registry)
     heartbeats = []
     for metrics in host.metrics.values():
         heartbeat = Heartbeat(metrics)

@@ -45,14 +45,13 @@ def process(name: str) -> Callable[[Command], int]:
 @pytest.mark.parametrize(
     ("victim", "part"),
     [
-        (role("rollout-0"), "rollout-0"),
         (role("learner-0"), "learner-0"),
         pytest.param(role("scheduler-0"), "scheduler-0", marks=pytest.mark.full),
         pytest.param(process("gcs_server"), "Ray's control store (gcs_server)", marks=pytest.mark.full),
         (process("raylet"), "Ray's node process (raylet)"),
         (process("segue.cluster.driver"), "The driver"),
     ],
-    ids=["rollout", "learner", "scheduler", "gcs_server", "raylet", "driver"],
+    ids=["learner", "scheduler", "gcs_server", "raylet", "driver"],
 )
 def test_the_death_of_a_part_the_run_needs_is_named(
     smoke: Path, tmp_path: Path, victim: Callable[[Command], int], part: str
@@ -63,11 +62,28 @@ def test_the_death_of_a_part_the_run_needs_is_named(
     assert RunDir.open(tmp_path / "run").latest_checkpoint().step >= 1
 
 
-@pytest.mark.full
-def test_one_of_two_nodes(smoke: Path, tmp_path: Path) -> None:
-    with running(smoke, tmp_path / "run", "--set", "rollout.nodes=2") as command:
-        kill(command.role_pid("rollout-1"))
-        assert_ends_naming(command, "rollout-1")
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_rollout_node_is_replaced_and_its_episodes_go_on(smoke: Path, tmp_path: Path, nodes: int) -> None:
+    run, steps = tmp_path / "run", 12
+    with running(smoke, run, "--set", f"steps={steps}", "--set", f"rollout.nodes={nodes}", after=1) as command:
+        last = f"rollout-{nodes - 1}"
+        node = command.role_pid(last)
+        kill(node)
+        command.line(rf"^{last} died; starting it again", END_SECONDS)
+        command.steps(steps, START_SECONDS)
+        assert command.role_pid(last) != node
+        assert command.wait(END_SECONDS) == 0, command.tails()
+        command.assert_nothing_left()
+    assert_whole(run, steps)
+    assert summary_of(run)["episodes"]["failed"] == {}
+
+
+def test_a_rollout_node_that_dies_again_and_again_is_named(smoke: Path, tmp_path: Path) -> None:
+    with running(smoke, tmp_path / "run", "--set", "cluster.restarts=0") as command:
+        kill(command.role_pid("rollout-0"))
+        assert command.wait(END_SECONDS) == 1, command.tails()
+        assert command.sentence().startswith("rollout-0 died once in an hour"), command.tails()
+        command.assert_nothing_left()
 
 
 def test_the_death_of_the_supervisor_ends_everything(smoke: Path, tmp_path: Path) -> None:
@@ -113,6 +129,20 @@ def test_a_stopped_role_is_named_for_its_silence(smoke: Path, tmp_path: Path) ->
         assert command.wait(END_SECONDS) == 1
         assert "learner-0 has not answered for cluster.silence_seconds = 5" in command.sentence()
         command.assert_nothing_left()
+
+
+def test_a_stopped_rollout_node_is_replaced(smoke: Path, tmp_path: Path) -> None:
+    """What it held is leased anew once its leases run out, before or after its replacement runs."""
+    run, steps = tmp_path / "run", 8
+    flags = ("--set", "cluster.silence_seconds=5", "--set", f"steps={steps}")
+    with running(smoke, run, *flags, after=1) as command:
+        node = command.role_pid("rollout-0")
+        os.kill(node, signal.SIGSTOP)
+        command.line(r"^rollout-0 has not answered for cluster.silence_seconds = 5", END_SECONDS)
+        command.steps(steps, START_SECONDS)
+        assert command.wait(END_SECONDS) == 0, command.tails()
+        command.assert_nothing_left()
+    assert_whole(run, steps)
 
 
 def test_a_death_during_the_start_is_named(smoke: Path, tmp_path: Path) -> None:

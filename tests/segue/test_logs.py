@@ -17,7 +17,7 @@ COUNT = "segue_log_messages_total"
 
 def test_lines_have_time_level_process_and_logger_and_are_counted(tmp_path: Path) -> None:
     metrics = Metrics("rollout", "1", envs=("a",))
-    with ProcessLog(tmp_path, "rollout", "1", metrics=metrics) as process:
+    with ProcessLog(tmp_path / "rollout-1.log", "rollout-1", metrics=metrics) as process:
         assert process.path == tmp_path / "rollout-1.log"
         logging.getLogger("rollout.node").info("leased %d", 3)
         logging.getLogger("segue.wire").warning("refused")
@@ -39,7 +39,7 @@ def test_lines_have_time_level_process_and_logger_and_are_counted(tmp_path: Path
 
 def test_the_level_is_ours_to_choose_and_is_put_back(tmp_path: Path) -> None:
     before, handlers = logging.getLogger("scheduler").level, list(logging.getLogger().handlers)
-    with ProcessLog(tmp_path, "scheduler", "0", level="DEBUG"):
+    with ProcessLog(tmp_path / "scheduler-0.log", "scheduler-0", level="DEBUG"):
         logging.getLogger("scheduler.core").debug("seen")
     assert "seen" in (tmp_path / "scheduler-0.log").read_text()
     assert logging.getLogger("scheduler").level == before
@@ -48,7 +48,7 @@ def test_the_level_is_ours_to_choose_and_is_put_back(tmp_path: Path) -> None:
 
 def test_an_unknown_level_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no log level 'loud': choose one of debug, info, warning, error, critical"):
-        ProcessLog(tmp_path, "scheduler", "0", level="loud")
+        ProcessLog(tmp_path / "scheduler-0.log", "scheduler-0", level="loud")
     assert not list(tmp_path.iterdir())
 
 
@@ -69,7 +69,7 @@ def test_a_full_disk_ends_neither_the_role_nor_the_count_and_is_told_once(
 ) -> None:
     (tmp_path / "envpool-0.log").symlink_to("/dev/full")
     metrics = Metrics("envpool", envs=("a",))
-    with ProcessLog(tmp_path, "envpool", "0", metrics=metrics):
+    with ProcessLog(tmp_path / "envpool-0.log", "envpool-0", metrics=metrics):
         for _ in range(3):
             logging.getLogger("envpool").warning("lost")
     told = capsys.readouterr().err.splitlines()
