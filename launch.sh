@@ -153,23 +153,27 @@ check_hosts() {
     [ -n "${NODE_RANK:-}" ] || fail "NUM_NODES=$hosts needs NODE_RANK: set it to this host's number, from 0 to $((hosts - 1))."
 }
 
-slurm_nodes() { [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NUM_NODES:-}" ] && echo "${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}"; }
-
-# One task of this script per node of the job. Everything they must agree on travels in the environment.
-under_slurm() {
+# What SLURM says of the first node of the job; a mistake in what the job asked for is said before anything is installed.
+first="" node=""
+check_slurm() {
     command -v srun >/dev/null && command -v scontrol >/dev/null || fail "SLURM_JOB_ID is set and there is no srun here: unset it, or add SLURM's commands to PATH."
-    local first node
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     node=$(scontrol show node "$first")
     if grep -q 'Gres=gpu' <<<"$node" && [ -z "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}${SLURM_STEP_GPUS:-}${SEGUE_DEVICE:-}" ]; then
         fail "job $SLURM_JOB_ID asked for no GPUs, and its nodes have some: add --gpus-per-node=N to sbatch or salloc, or set SEGUE_DEVICE=cpu."
     fi
-    export HEAD_ADDR NUM_NODES=$1 HEAD_PORT SEGUE_TOKEN
+}
+
+# One task of this script per node of the job. Everything they must agree on travels in the environment.
+under_slurm() {
+    local nodes
+    nodes=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}
+    [ "$nodes" -gt 1 ] || [ -z "${SLURMD_NODENAME:-}" ] || return 0  # on the job's only node already
+    export HEAD_ADDR NUM_NODES=$nodes HEAD_PORT SEGUE_TOKEN
     HEAD_ADDR=$(sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p' <<<"$node" | head -n 1)
     HEAD_ADDR=${HEAD_ADDR:-$first}
     HEAD_PORT=${HEAD_PORT:-$((29400 + SLURM_JOB_ID % 1000))}
     SEGUE_TOKEN=${SEGUE_TOKEN:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
-    shift
     local tasks=(srun --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 "$script" "$@")
     if [ -n "$dry" ]; then
         echo "${tasks[*]}"
@@ -192,6 +196,8 @@ case ${1:-} in
     *) check_config "$@" ;;
 esac
 check_hosts
+slurm=""
+if [ -n "${SLURM_JOB_ID:-}" ] && [ -z "${NUM_NODES:-}" ] && [ "$1" != --install-only ]; then slurm=1 && check_slurm; fi
 check_python
 find_kind "$@"
 if [ -n "$dry" ] && ! up_to_date; then
@@ -208,8 +214,7 @@ if ! up_to_date; then
     exec 9>&-
 fi
 [ "${1:-}" != --install-only ] || exit 0
-nodes=$(slurm_nodes || true)
-[ "${nodes:-1}" -le 1 ] || under_slurm "$nodes" "$@"  # everything is installed: the nodes find it
+[ -z "$slurm" ] || under_slurm "$@"  # everything is installed: the nodes find it
 export SEGUE_COMMAND="$0"  # what a hint to go on tells the user to call
 segue=("$venv/bin/python" -m segue.cli)
 member=("${segue[@]}" join --address "${HEAD_ADDR:-}" --port "$port" --own-address "${NODE_ADDR:-}" ${SLURM_JOB_ID:+--forgiving})

@@ -56,6 +56,34 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"NUM_NODES": "four"}, "NUM_NODES=four is no number"),
+        ({"NUM_NODES": "2", "NODE_RANK": "first", "HEAD_ADDR": "10.0.0.1"}, "NODE_RANK=first is no number"),
+        ({"NUM_NODES": "2", "NODE_RANK": "1"}, "NUM_NODES=2 needs HEAD_ADDR"),
+        ({"NUM_NODES": "2", "HEAD_ADDR": "10.0.0.1"}, "NUM_NODES=2 needs NODE_RANK"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}, "there is no srun here"),
+    ],
+)
+def test_what_is_wrong_with_several_hosts_is_said_before_anything_is_installed(
+    checkout: Checkout, given: dict[str, str], sentence: str
+) -> None:
+    code, _, err = checkout.launch("my.toml", **given)
+    assert code == 2 and err.count("\n") == 1 and sentence in err, err
+    assert checkout.calls() == ""
+
+
+def test_on_plain_hosts_the_first_trains_and_the_others_join(checkout: Checkout) -> None:
+    hosts = {"NUM_NODES": "3", "HEAD_ADDR": "10.0.0.1", "HEAD_PORT": "29500", "SEGUE_DEVICE": "cpu"}
+    code, out, err = checkout.launch("my.toml", "--set", "steps=3", NODE_RANK="0", **hosts)
+    assert code == 0, err
+    assert "segue.cli train my.toml --set steps=3 --hosts 3 --address 10.0.0.1 --port 29500" in out
+    code, out, err = checkout.launch("my.toml", "--set", "steps=3", NODE_RANK="2", NODE_ADDR="10.0.0.9", **hosts)
+    assert code == 0, err
+    assert "segue.cli join --address 10.0.0.1 --port 29500 --own-address 10.0.0.9 --rank 2" in out
+
+
 def test_a_second_call_installs_nothing_whatever_python_comes_first(checkout: Checkout) -> None:
     code, out, err = checkout.launch("my.toml", "--serial")
     assert (code, err) == (0, "") and "(why: it is not there, or was not finished)" in out

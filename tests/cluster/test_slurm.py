@@ -1,0 +1,62 @@
+"""`sbatch launch.sh …` on a real SLURM whose nodes are all on this machine (Debian: slurm-wlm, munge). Needs root."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launches import ROOT, SCRUB
+from slurm import Slurm, lacking
+
+from segue.rundir import read_jsonl
+
+JOB_SECONDS = 240.0
+
+pytestmark = [pytest.mark.processes, pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with Slurm(tmp_path_factory.mktemp("slurm") / "cluster", 2) as cluster:
+        yield cluster
+
+
+def sbatch(slurm: Slurm, folder: Path, *words: str, flags: tuple[str, ...] = ("--nodes=2",)) -> tuple[int, str]:
+    """A job to its end: exit code, and all that it printed."""
+    out = folder / "job.txt"
+    environment = {key: value for key, value in os.environ.items() if key not in SCRUB} | slurm.env
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = ["sbatch", "--wait", *flags, f"--output={out}", "launch.sh", *words]
+    try:
+        job = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_SECONDS)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{' '.join(command)}: no end within {JOB_SECONDS:g} s\n{out.read_text()[-4000:]}\n{slurm.logs()}")
+    return job.returncode, job.stderr + (out.read_text() if out.exists() else "")
+
+
+def test_one_call_trains_on_all_nodes_of_the_job(slurm: Slurm, tmp_path: Path) -> None:
+    apart = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[1]}"
+    run = tmp_path / "run"
+    code, said = sbatch(slurm, tmp_path, "configs/smoke.toml", "--run", str(run), "--set", apart, "--set", "steps=6")
+    assert code == 0, said + slurm.logs()
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(6))
+    assert json.loads((run / "summary.json").read_text())["steps"] == 6
+    assert "host 1" in said
+    assert (run / "logs" / "host-1.log").exists()
+
+
+def test_the_jobs_exit_code_is_the_runs(slurm: Slurm, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code, said = sbatch(slurm, tmp_path, "configs/smoke.toml", "--run", str(run), "--set", "steps=0")
+    assert code == 2, said
+    assert "steps" in said and not run.exists()
+
+
+def test_a_job_on_gpu_nodes_that_asked_for_none_is_refused(slurm: Slurm, tmp_path: Path) -> None:
+    code, said = sbatch(slurm, tmp_path, "configs/smoke.toml", flags=("--partition=gpu", "--nodes=1"))
+    assert code == 2, said
+    assert "asked for no GPUs" in said and "--gpus-per-node" in said
