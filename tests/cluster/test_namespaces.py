@@ -20,6 +20,7 @@ from namespaces import Hosts, lacking
 
 FIRST_STEP_SECONDS = 90.0
 CUT_SECONDS = 30.0
+QUICKSTART_SECONDS = 600.0
 PORT = 29411
 APART = 'cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[2]}'
 
@@ -44,6 +45,19 @@ def launch(hosts: Hosts, folder: Path, *words: str, ranks: tuple[int, ...] = (0,
 def summary(folder: Path) -> dict[str, Any]:
     told: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
     return told
+
+
+@pytest.mark.cluster
+def test_the_quickstart_learns_across_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        head, *members = [
+            stack.enter_context(each) for each in launch(hosts, tmp_path, "configs/quickstart.toml", "--set", APART)
+        ]
+        assert head.wait(QUICKSTART_SECONDS) == 0, head.text
+        assert [member.wait(30.0) for member in members] == [0, 0]
+    told = summary(tmp_path)
+    before, after = (told["eval"][when]["success"] for when in ("before", "after"))
+    assert after > before + 0.2, told["eval"]
 
 
 def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: Hosts, tmp_path: Path) -> None:
