@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ from segue.cluster.roles import GET_FACTS, RoleSpec, failure_of
 from segue.cluster.wiring import Host, build_host, config_of
 from segue.errors import UserError
 from segue.ports.rpc import Done, Failure
+from segue.rundir import RunDir
+from segue.suite_path import look_in
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ class RoleActor:
         self._spec = wire.decode(spec, RoleSpec)
         self._host: Host | None = None
         output_to(self._spec.log)  # Ray's own files go with Ray
+        look_in(*RunDir(Path(self._spec.run_dir)).suite_path())  # a host's own environment does not have them
         if self._spec.address:
             os.environ.update(interface_environment(self._spec.address))
         faulthandler.enable()

@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 from segue.cluster.child import Job, run_job
 from segue.cluster.controller import Controller
 from segue.cluster.cores import pin
-from segue.cluster.hosts.member import HOST_RESOURCE
 from segue.cluster.hosts.plan import read_hosts
 from segue.cluster.placement import Placement
-from segue.cluster.ray_cluster import RayCluster
+from segue.cluster.ray_cluster import ray_of
 from segue.cluster.restarts import Restarts
 from segue.cluster.role_handle import Broken, Died, RoleHandle, first_cause
 from segue.cluster.roles import GET_FACTS, Facts, GetFacts, RoleSpec
@@ -60,11 +59,11 @@ class Driver:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted.set)
         pin(os.getpid(), self._config.cluster.cores, "cluster.cores")  # Ray, and the roles that name none, inherit them
-        self._say("starting Ray and the roles")
         began = loop.time()
-        if planned := read_hosts(self._run):
-            self._placement = Placement(self._config, *planned)
-        cluster = RayCluster(self._config, self._job.scratch, {HOST_RESOURCE.format(0): 1.0} if planned else None)
+        if plan := read_hosts(self._run):
+            self._placement = Placement(self._config, plan)
+        self._say(f"starting the roles on the Ray at {plan.ray}" if plan and plan.ray else "starting Ray and the roles")
+        cluster = ray_of(self._config, self._job.scratch, plan)
         log.info("Ray runs after %.1f s", loop.time() - began)
         try:
             for pid, part in cluster.processes():
@@ -72,7 +71,7 @@ class Driver:
             if self._placement is not None:
                 self._report.ray(cluster.address)
                 await self._placement.gathered(self._config.cluster.start_seconds)
-                self._say(f"all {len(planned[0]) if planned else 1} hosts have joined Ray after {loop.time() - began:.1f} s")
+                self._say(f"all {len(plan.hosts) if plan else 1} hosts are nodes of Ray after {loop.time() - began:.1f} s")
             await self._within_start("The start of the roles", self._start())
             self._report.started()
             self._say(f"all {len(self._actors)} roles run after {loop.time() - began:.1f} s")
@@ -114,14 +113,15 @@ class Driver:
     def _create(self, role: str, rank: int, world: int, gpus: float) -> RoleHandle:
         name = f"{role}-{rank}"
         placement = self._placement
+        path = os.path.abspath if placement is not None else str  # processes on other hosts may begin in another folder
         spec = RoleSpec(
             role=role,
             rank=rank,
             world=world,
-            run_dir=str(self._run.path),
+            run_dir=path(self._run.path),
             config=to_toml(self._config),
-            model_path=self._job.model,
-            resume=self._job.resume,
+            model_path=path(self._job.model),
+            resume=path(self._job.resume) if self._job.resume else "",
             attempt=self._job.attempt,
             address=placement.address_of(name) if placement is not None else "",
             start=self._counts.start(name),
@@ -250,8 +250,7 @@ class Driver:
                 times = "once" if deaths == 1 else f"{deaths} times"
                 raise RunFailed(
                     name,
-                    f"{name} died {times} in an hour, more than cluster.restarts = {self._counts.limit}: "
-                    f"see {dead.spec.log}.",
+                    f"{name} died {times} in an hour, more than cluster.restarts = {self._counts.limit}: see {dead.spec.log}.",
                 )
             dead.kill()
             if self._placement is not None and not await self._placement.seat_again(name):

@@ -7,17 +7,18 @@ where is decided by `segue.cluster.hosts.layout`, not by Ray.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
 from typing import Any
 
-import ray
+import msgspec
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from segue.cluster.hosts.layout import Seat, elsewhere
-from segue.cluster.hosts.member import HOST_RESOURCE
 from segue.cluster.hosts.messages import HostFacts
+from segue.cluster.hosts.plan import Plan
+from segue.cluster.ray_nodes import Addressed, Nodes, Numbered
 from segue.config import Config
 from segue.errors import RunFailed
 
@@ -31,31 +32,32 @@ log = logging.getLogger(__name__)
 class Placement:
     """See the module. Seats may change while the run goes on."""
 
-    def __init__(self, config: Config, hosts: Sequence[HostFacts], seats: Sequence[Seat]) -> None:
+    def __init__(self, config: Config, plan: Plan) -> None:
         self._config = config
-        self._hosts = {host.rank: host for host in hosts}
-        self._seats = {seat.name: seat for seat in seats}
+        self._hosts = {host.rank: host for host in plan.hosts}
+        self._seats = {seat.name: seat for seat in plan.seats}
         self._groups: dict[str, Any] = {}
+        self._nodes: Nodes = Addressed(plan.hosts) if plan.ray else Numbered()
 
     async def gathered(self, seconds: float) -> None:
         """All hosts have joined Ray. Raises `RunFailed` naming who has not after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
-                while missing := sorted(set(self._hosts) - set(alive())):  # noqa: ASYNC110 - Ray tells nobody
+                while missing := sorted(set(self._hosts) - set(self._nodes.alive())):  # noqa: ASYNC110 - Ray tells nobody
                     await asyncio.sleep(_LOOK_SECONDS / 4)
         except TimeoutError:
             host = self._hosts[missing[0]]
             raise RunFailed(
                 "start",
-                f"Host {host.rank} ({host.name}) did not join Ray within cluster.start_seconds = {seconds:g}: see "
-                f"logs/host-{host.rank}.log in the run directory; hosts must reach each other on all ports above 1024.",
+                f"Host {host.rank} ({host.name}) was no node of Ray within cluster.start_seconds = {seconds:g}: "
+                + self._nodes.where_to_look(host),
             ) from None
 
     def options(self, name: str) -> dict[str, Any]:
         """For the role's actor: where it goes."""
         seat = self._seats[name]
         if name not in self._groups:
-            bundle = {HOST_RESOURCE.format(seat.host): _A_LITTLE} | ({"GPU": seat.gpus} if seat.gpus else {})
+            bundle = {self._nodes.resource(self._hosts[seat.host]): _A_LITTLE} | ({"GPU": seat.gpus} if seat.gpus else {})
             self._groups[name] = placement_group([bundle], name=name)
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._groups[name], placement_group_bundle_index=0)}
 
@@ -72,26 +74,40 @@ class Placement:
     async def seat_again(self, name: str) -> bool:
         """Wait until the role has a place to start anew: its host, when it is there, or another; False if there is none.
 
-        An env pool moves at once: it holds nothing. A rollout node waits for its host, at most `cluster.absence_seconds`.
+        An env pool moves at once: it holds nothing. A rollout node waits for its host, at most `cluster.absence_seconds`; where
+        lost hosts do not come back, it takes another one as soon as that has room.
         """
         seat = self._seats[name]
         patience = self._config.cluster.absence_seconds if seat.role == "rollout" else 0.0
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
-                while seat.host not in alive():  # noqa: ASYNC110
+                while (node := self._nodes.alive().get(seat.host)) is None:
+                    if not self._nodes.come_back and self._move(seat):
+                        return True
                     await asyncio.sleep(_LOOK_SECONDS)
+            # It may have come back under another address.
+            self._hosts[seat.host] = msgspec.structs.replace(self._hosts[seat.host], address=node["NodeManagerAddress"])
             return True
-        except TimeoutError:
-            pass
-        there = [host for rank, host in self._hosts.items() if rank in alive()]
-        moved = elsewhere(seat, self._config, there, (other for other in self._seats.values() if other.name != name))
+        return self._move(seat)
+
+    def _move(self, seat: Seat) -> bool:
+        """Seat a role on another host, where one has room."""
+        alive = self._nodes.alive()
+        there = [host for rank, host in self._hosts.items() if rank in alive]
+        moved = elsewhere(seat, self._config, there, (other for other in self._seats.values() if other.name != seat.name))
         if moved is None:
             return False
-        if group := self._groups.pop(name, None):
+        if group := self._groups.pop(seat.name, None):
             remove_placement_group(group)
-        self._seats[name] = moved
-        log.info("%s moves from host %d to host %d", name, seat.host, moved.host)
+        self._seats[seat.name] = moved
+        log.info("%s moves from host %d to host %d", seat.name, seat.host, moved.host)
         return True
+
+    def release(self) -> None:
+        """Give back what was reserved."""
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
 
     def newcomers(self, nodes: int) -> list[str]:
         """Names of rollout nodes for hosts that came after the start, as far as `rollout.max_nodes` allows; they have seats now.
@@ -99,7 +115,7 @@ class Placement:
         `nodes` is how many rollout nodes there are.
         """
         names: list[str] = []
-        for rank, node in sorted(alive().items()):
+        for rank, node in sorted(self._nodes.alive().items()):
             if rank in self._hosts:
                 continue
             gpus = int(node["Resources"].get("GPU", 0))
@@ -113,16 +129,3 @@ class Placement:
                 self._seats[name] = Seat(name, rank, each)
                 names.append(name)
         return names
-
-
-def alive() -> dict[int, Any]:
-    """Ray's nodes that are there, by their host's number."""
-    found: dict[int, Any] = {}
-    prefix = HOST_RESOURCE.format("")
-    for node in ray.nodes():
-        if node["Alive"]:
-            for resource in node["Resources"]:
-                number = resource.removeprefix(prefix)
-                if resource.startswith(prefix) and number.isdecimal():
-                    found[int(number)] = node
-    return found

@@ -16,6 +16,7 @@ from envpool.suites import load_suite
 from rollout.vllm.arguments import check_arguments
 from segue.cluster.cores import check_cores
 from segue.cluster.devices import with_devices
+from segue.cluster.hosts.attached import Attached, check_alone
 from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.layout import Seat, lay_out, map_lines
 from segue.cluster.hosts.messages import HostFacts
@@ -56,10 +57,11 @@ def prepare(
     resume: bool,
     serial: bool = False,
     hosts: Sequence[HostFacts] = (),
+    ray: str = "",
 ) -> Prepared:
     """Check everything a user can get wrong, print the plan, make the warm start if it is not cached. Raises `UserError`.
 
-    `hosts` are those of a run on several, this one first.
+    `hosts` are those of a run on several, this one first; `ray` is where the Ray is that they are nodes of already, or "".
     """
     look_beside(config_path, RunDir(config_path.parent).suite_path())
     gpus = sum(host.gpus for host in hosts) if hosts else None
@@ -86,9 +88,11 @@ def prepare(
     else:
         run = RunDir.create_default(config_path, to_toml(config), now)
     attempt = run.begin_attempt(now, checkpoint.step if checkpoint else None)
-    note_hosts(run, hosts, seats)
+    note_hosts(run, hosts, seats, ray)
     for line in [*plan_lines(config, str(config_path), run.path, _model_text(config), serial), *map_lines(seats, hosts)]:
         print(line, flush=True)
+    if ray:
+        print(f"  ray       the one at {ray}, which goes on when the run ends", flush=True)
     if again:
         print("  again     an earlier attempt in that directory trained no step: it is replaced, its logs too", flush=True)
     if checkpoint is not None:
@@ -106,16 +110,20 @@ def prepare(
 
 def dry_run(config_path: Path, overrides: list[str], serial: bool, count: int) -> int:
     """Check what can be checked without a run directory, print the plan, start nothing. With several hosts, as if all were like
-    this one. Raises `UserError`."""
+    this one; on a Ray that is there already, on what its nodes say. Raises `UserError`."""
     look_beside(config_path, RunDir(config_path.parent).suite_path())
+    config = load_config(config_path, overrides)
+    check_alone(config, count)
     hosts = [facts_here(rank, "") for rank in range(count)] if count > 1 else []
-    gpus = sum(host.gpus for host in hosts) if hosts else None
-    config = beside(with_devices(load_config(config_path, overrides), gpus), config_path)
+    if config.cluster.ray and not serial:
+        with Attached(config) as attached:
+            hosts = attached.hosts
+    config = beside(with_devices(config, sum(host.gpus for host in hosts) if hosts else None), config_path)
     check(config)
     seats = lay_out(config, hosts) if hosts else []
     lines = plan_lines(config, str(config_path), Path("(a dry run)"), _model_text(config), serial)
     print("\n".join([*lines, *map_lines(seats, hosts)]), flush=True)
-    if hosts:
+    if count > 1:
         print("  (as if every host were like this one)", flush=True)
     return 0
 

@@ -1,4 +1,4 @@
-"""Ray for one run: started for it, ended with it; and the processes it consists of."""
+"""Ray for one run: started for it and ended with it, or there before and after; and the processes it consists of."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import ray
 
+from segue.cluster.hosts.member import HOST_RESOURCE
+from segue.cluster.hosts.plan import Plan
 from segue.config import Config
 from segue.errors import RunFailed
 
@@ -49,6 +51,43 @@ class RayCluster:
     def stop(self) -> None:
         """End Ray."""
         ray.shutdown()
+
+
+class AttachedRay:
+    """A Ray that was there before the run, at `address`, and goes on after it.
+
+    This process is a driver of it, and no more: Ray ends the actors and placement groups of a driver that leaves or dies.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            what = " ".join(str(error).split())
+            raise RunFailed("ray", f"The Ray at {address} is out of reach ({what}): look at its head.") from error
+        self.address = address
+
+    def processes(self) -> list[tuple[int, str]]:
+        """As `RayCluster.processes`, as far as they are on this machine: this node's, and the control store."""
+        mine = ray._private.worker._global_node
+        found = []
+        for process in psutil.process_iter(["name", "cmdline"]):
+            line = " ".join(process.info["cmdline"] or ())
+            name = process.info["name"]
+            if (name == "raylet" and mine.raylet_socket_name in line) or (name == "gcs_server" and mine.session_name in line):
+                found.append((process.pid, _NAMES[name]))
+        return found
+
+    def stop(self) -> None:
+        """Leave it."""
+        ray.shutdown()
+
+
+def ray_of(config: Config, folder: Path, plan: Plan | None) -> RayCluster | AttachedRay:
+    """The Ray of a run: started for it, or the one its plan names."""
+    if plan is not None and plan.ray:
+        return AttachedRay(plan.ray)
+    return RayCluster(config, folder, {HOST_RESOURCE.format(0): 1.0} if plan is not None else None)
 
 
 def create_actor(kind: type, arguments: tuple[Any, ...], gpus: float, placed: dict[str, Any] | None = None) -> Any:

@@ -21,20 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from segue.cluster.child import REPORT_FD, SCRATCH, SUPERVISOR, command_line
+from segue.cluster.hosts.attached import Attached, check_alone
 from segue.cluster.hosts.gathered import Gathered
+from segue.cluster.hosts.several import Several
 from segue.cluster.hosts.where import Where
 from segue.cluster.prepare import Prepared, prepare
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family
 from segue.cluster.stopped import as_it_can_be, tell_stopped
+from segue.config import load_config
 from segue.console import surviving_stdout
 from segue.errors import RunFailed, UserError
-from segue.rundir import RunDir
 
 GRACE_AFTER_DEATH = 20.0
 """Seconds the driver gets to end by itself, naming the cause, after a part the run cannot do without has died."""
 
 DOUBT_SECONDS = 2.0
 """How long a driver that seems silent has to prove otherwise."""
+
+RAY_AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
 
 
 def supervise(
@@ -46,18 +50,28 @@ def supervise(
     cause if a part died. Leaves no process behind.
     """
     with surviving_stdout():
-        if where is None:
+        several = _several(config_path, overrides, serial, where)
+        if several is None:
             return _train(prepare(config_path, overrides, run, resume, serial), serial)
-        with Gathered(config_path, overrides, where) as gathered:
-            prepared = prepare(config_path, overrides, run, resume, serial, gathered.hosts)
-            gathered.check(prepared)
-            gathered.code = _train(prepared, serial, gathered)
-            return gathered.code
+        with several:
+            prepared = prepare(config_path, overrides, run, resume, serial, several.hosts, several.ray)
+            several.check(prepared)
+            several.code = _train(prepared, serial, several)
+            return several.code
 
 
-def _train(prepared: Prepared, serial: bool, gathered: Gathered | None = None) -> int:
+def _several(config_path: Path, overrides: list[str], serial: bool, where: Where | None) -> Several | None:
+    """The hosts of a run on several; None where this machine is all of it."""
+    config = load_config(config_path, overrides)  # a mistake in it is said before anybody waits
+    check_alone(config, where.hosts if where is not None else 1)
+    if where is not None:
+        return Gathered(config, where)
+    return Attached(config) if config.cluster.ray and not serial else None
+
+
+def _train(prepared: Prepared, serial: bool, several: Several | None = None) -> int:
     try:
-        code = watch(prepared, serial, gathered=gathered)
+        code = watch(prepared, serial, several=several)
     except RunFailed as failure:
         raise RunFailed(failure.part, as_it_can_be(failure.sentence, prepared.run)) from failure
     if code > 128:
@@ -66,11 +80,11 @@ def _train(prepared: Prepared, serial: bool, gathered: Gathered | None = None) -
     return code
 
 
-def watch(prepared: Prepared, serial: bool, quiet: bool = False, gathered: Gathered | None = None) -> int:
+def watch(prepared: Prepared, serial: bool, quiet: bool = False, several: Several | None = None) -> int:
     """Run a prepared run under watch; `quiet` moves what the driver prints to stderr. Errors as `supervise`."""
     adopt_orphans()
     with tempfile.TemporaryDirectory(prefix="segue-", dir=_short_folder(), ignore_cleanup_errors=True) as scratch:
-        watching = _Watch(prepared, serial, quiet, scratch, gathered)
+        watching = _Watch(prepared, serial, quiet, scratch, several)
         try:
             with surviving_stdout():
                 return asyncio.run(watching.run())
@@ -92,8 +106,8 @@ def _command(prepared: Prepared, child: str) -> list[str]:
 class _Watch:
     """One run under watch. `in_haste`: the user wants it to end at once."""
 
-    def __init__(self, prepared: Prepared, serial: bool, quiet: bool, scratch: str, gathered: Gathered | None) -> None:
-        self._gathered = gathered
+    def __init__(self, prepared: Prepared, serial: bool, quiet: bool, scratch: str, several: Several | None) -> None:
+        self._several = several
         self._token = secrets.token_hex(16)
         self._config = prepared.config
         self._run = prepared.run
@@ -141,7 +155,7 @@ class _Watch:
                 stderr=log,
                 pass_fds=(writing,),
                 start_new_session=True,  # Ctrl-C reaches this process only, which passes it on in order
-                env=_environment(self._token)
+                env=_environment(self._token, attached=self._several is not None and bool(self._several.ray))
                 | {
                     REPORT_FD: str(writing),
                     SUPERVISOR: str(os.getpid()),
@@ -248,12 +262,12 @@ class _Watch:
             self._kill_driver()
 
     def _order_join(self, address: str) -> None:
-        assert self._gathered is not None
+        assert self._several is not None
         environment = ray_environment(self._token)
         for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
             if value := os.environ.get(name):
                 environment[name] = value
-        self._gathered.order_join(address, environment, self._grace() + 3 * self._config.cluster.stop_seconds)
+        self._several.order_join(address, environment, self._grace() + 3 * self._config.cluster.stop_seconds)
 
     def _grace(self) -> float:
         """How long a stop may take."""
@@ -297,12 +311,15 @@ def died(part: str, log: Path) -> RunFailed:
     return RunFailed(part, f"{part} died and the run cannot go on without it: see {log if log.exists() else log.parent}.")
 
 
-def _environment(token: str) -> dict[str, str]:
-    """What the driver and everything below it inherits. Ray reads its authentication settings when it is imported."""
+def _environment(token: str, attached: bool) -> dict[str, str]:
+    """What the driver and everything below it inherits. Ray reads its authentication settings when it is imported.
+
+    A Ray that the run is `attached` to has settings of its own, which whoever starts the run was given.
+    """
     environment = dict(os.environ)
     for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
         environment.pop(name, None)
-    environment |= ray_environment(token)
+    environment |= {name: value for name, value in ray_environment(token).items() if not (attached and name in RAY_AUTH)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     # Compiled kernels are worth more than one run.
     environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"))

@@ -19,6 +19,9 @@ class ClusterConfig(Section):
     """Ports Segue may use, [lo, hi], both included."""
     interface: str = "127.0.0.1"
     """Address that everything listens on."""
+    ray: str = ""
+    """A Ray that is there already, as KubeRay's: "auto" (the one that this machine is a node of) or its address, host:port. Roles
+    go to its nodes, and it goes on when the run ends. "" starts one for the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" gives GPUs to nodes and learner ranks where there are any and `rollout.gpus`, `learner.gpus` are left at 0."""
     start_seconds: float = Field(180.0, gt=0.0)
@@ -50,6 +53,14 @@ class ClusterConfig(Section):
         low, high = value
         if not 1024 <= low <= high <= 65535:
             raise ValueError("must be [lo, hi] with 1024 <= lo <= hi <= 65535")
+        return value
+
+    @field_validator("ray")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        host, colon, port = value.rpartition(":")
+        if (value not in ("", "auto") and not (host and colon and port.isdecimal())) or "://" in value:
+            raise ValueError('must be "", "auto" or the address of Ray\'s control store, host:port')
         return value
 
     @field_validator("hosts")

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import os
-import secrets
-import tempfile
-from collections import defaultdict
-from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.head import Head
-from segue.cluster.hosts.layout import lay_out
-from segue.cluster.hosts.messages import Check, HostFacts, Join
+from segue.cluster.hosts.messages import HostFacts, Join
+from segue.cluster.hosts.several import to_be_seen
 from segue.cluster.hosts.where import Where, resolve, token_of
-from segue.cluster.ports import ports_needed
-from segue.cluster.prepare import Prepared
-from segue.config import load_config
+from segue.config import Config
 from segue.errors import UserError
+
+if TYPE_CHECKING:
+    from segue.cluster.prepare import Prepared
 
 
 class Gathered:
-    """A context: entering it waits for all hosts and raises `UserError` or `RunFailed` unless they fit; leaving it ends them.
+    """`Several` that were started one by one. Leaving the context ends them, and tells them `code`."""
 
-    `code` is what they are told: the exit code of the run, 1 unless it is set.
-    """
+    ray = ""
 
-    def __init__(self, config_path: Path, overrides: list[str], where: Where) -> None:
-        self._config = load_config(config_path, overrides)  # a mistake in it is said before anybody waits
+    def __init__(self, config: Config, where: Where) -> None:
+        self._config = config
         self.code = 1
         self.hosts: list[HostFacts] = []
         mine = facts_here(0, resolve(where.address))
@@ -45,30 +42,14 @@ class Gathered:
         self._head.close(2 if isinstance(error, UserError) else self.code)
 
     def check(self, prepared: Prepared) -> None:
-        """All hosts see the run directory and the model, and have ports enough. The run is discarded where they do not."""
-        config, run = prepared.config, prepared.run
-        handle, name = tempfile.mkstemp(dir=run.path, prefix=".seen-by-all-")
-        words = secrets.token_hex(8)
-        with os.fdopen(handle, "w") as file:
-            file.write(words)
-        roles: dict[int, list[str]] = defaultdict(list)
-        for seat in lay_out(config, self.hosts):
-            roles[seat.host].append(seat.role)
-        files = {str(Path(name).resolve()): words, str(Path(prepared.model).resolve()): ""}
-        try:
-            check = Check(files, str(run.path.resolve()), config.cluster.ports)
-            self._head.check(check, {rank: ports_needed(names) for rank, names in roles.items()})
-        except BaseException:
-            if not prepared.resume:
-                run.discard()
-            raise
-        finally:
-            Path(name).unlink(missing_ok=True)
-        self._logs = str(run.logs.resolve())
-        self._object_store_bytes = config.cluster.object_store_bytes
+        """See `Several`."""
+        with to_be_seen(prepared, self.hosts) as (check, ports):
+            self._head.check(check, ports)
+        self._logs = str(prepared.run.logs.resolve())
+        self._object_store_bytes = prepared.config.cluster.object_store_bytes
 
     def order_join(self, ray_address: str, environment: dict[str, str], stop_seconds: float) -> None:
-        """Ray runs at `ray_address`: all hosts are to join it, in this environment."""
+        """See `Several`."""
         self._head.order_join(Join(ray_address, environment, self._object_store_bytes, stop_seconds, self._logs))
 
 

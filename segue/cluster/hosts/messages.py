@@ -91,6 +91,25 @@ class End(Message, frozen=True, tag=True):
     code: int
 
 
+class Look(Message, frozen=True):
+    """To the child that looks at the nodes of the Ray at `address` ("auto": this machine's). With a `check`, those that have the
+    addresses `hosts` are asked it; else all are asked what they are."""
+
+    address: str
+    check: Check | None = None
+    hosts: list[str] = []
+
+
+class Looked(Message, frozen=True):
+    """`sentence` says why they will not do, or is "". `ray` is the Ray's own address; `hosts` are in order, the child's first;
+    `checked` are answers, in the order of the question."""
+
+    sentence: str = ""
+    ray: str = ""
+    hosts: list[HostFacts] = []
+    checked: list[Checked] = []
+
+
 FromMember = Hello | Checked | Left | Beat
 FromHead = Check | Join | Beat | Refused | End
 

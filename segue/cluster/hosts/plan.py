@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,18 +15,27 @@ from segue.rundir import RunDir, write_json
 FILE = "hosts.json"
 
 
-def note_hosts(run: RunDir, hosts: Sequence[HostFacts], seats: Sequence[Seat]) -> None:
+class Plan(NamedTuple):
+    """`ray` is the address of the Ray that the hosts are nodes of already, "" where one is started for the run."""
+
+    hosts: list[HostFacts]
+    seats: list[Seat]
+    ray: str = ""
+
+
+def note_hosts(run: RunDir, hosts: Sequence[HostFacts], seats: Sequence[Seat], ray: str = "") -> None:
     """Write the plan; without hosts the file of an earlier attempt goes."""
     if not hosts:
         (run.path / FILE).unlink(missing_ok=True)
         return
     placed = [{"name": seat.name, "host": seat.host, "gpus": seat.gpus} for seat in seats]
-    write_json(run.path / FILE, {"hosts": msgspec.to_builtins(list(hosts)), "seats": placed})
+    write_json(run.path / FILE, {"ray": ray, "hosts": msgspec.to_builtins(list(hosts)), "seats": placed})
 
 
-def read_hosts(run: RunDir) -> tuple[list[HostFacts], list[Seat]] | None:
+def read_hosts(run: RunDir) -> Plan | None:
     """What `note_hosts` left; None for a run on one machine."""
     if not (run.path / FILE).is_file():
         return None
     told = json.loads((run.path / FILE).read_text(encoding="utf-8"))
-    return msgspec.convert(told["hosts"], list[HostFacts]), [Seat(**seat) for seat in told["seats"]]
+    hosts = msgspec.convert(told["hosts"], list[HostFacts])
+    return Plan(hosts, [Seat(**seat) for seat in told["seats"]], told.get("ray", ""))
