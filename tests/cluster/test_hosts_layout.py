@@ -12,7 +12,7 @@ from segue.cluster.hosts.facts import differences
 from segue.cluster.hosts.head import unfit
 from segue.cluster.hosts.layout import Seat, elsewhere, lay_out, map_lines
 from segue.cluster.hosts.messages import Check, Checked, HostFacts
-from segue.cluster.hosts.plan import note_hosts, read_hosts
+from segue.cluster.hosts.plan import Plan, note_hosts, read_hosts
 from segue.config import Config, load_config
 from segue.errors import UserError
 from segue.rundir import RunDir
@@ -103,7 +103,9 @@ def test_the_map_and_the_file(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert read_hosts(run) is None
     note_hosts(run, hosts, seats)
-    assert read_hosts(run) == (hosts, seats)
+    assert read_hosts(run) == Plan(hosts, seats)
+    note_hosts(run, hosts, seats, "10.0.0.1:6379")
+    assert read_hosts(run) == Plan(hosts, seats, "10.0.0.1:6379"), "a run on a Ray that was there before"
     note_hosts(run, [], [])
     assert read_hosts(run) is None
 
