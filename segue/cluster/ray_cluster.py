@@ -69,14 +69,10 @@ class AttachedRay:
 
     def processes(self) -> list[tuple[int, str]]:
         """As `RayCluster.processes`, as far as they are on this machine: this node's, and the control store."""
-        mine = ray._private.worker._global_node
-        found = []
-        for process in psutil.process_iter(["name", "cmdline"]):
-            line = " ".join(process.info["cmdline"] or ())
-            name = process.info["name"]
-            if (name == "raylet" and mine.raylet_socket_name in line) or (name == "gcs_server" and mine.session_name in line):
-                found.append((process.pid, _NAMES[name]))
-        return found
+        context = ray.get_runtime_context()
+        marks = {"raylet": f"--node_id={context.get_node_id()}", "gcs_server": f"--session-name={context.get_session_name()}"}
+        running = psutil.process_iter(["name", "cmdline"])
+        return [(p.pid, _NAMES[p.info["name"]]) for p in running if marks.get(p.info["name"], "?") in (p.info["cmdline"] or ())]
 
     def stop(self) -> None:
         """Leave it."""

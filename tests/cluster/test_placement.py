@@ -1,0 +1,114 @@
+"""Which of Ray's nodes a host of the run is, and where a role goes when its host is lost. Ray's list of nodes is a stand-in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from segue.cluster import placement, ray_nodes
+from segue.cluster.hosts.layout import Seat
+from segue.cluster.hosts.member import HOST_RESOURCE
+from segue.cluster.hosts.messages import HostFacts
+from segue.cluster.hosts.plan import Plan
+from segue.cluster.placement import Placement
+from segue.cluster.ray_nodes import Addressed, Numbered
+from segue.config import Config
+from segue.config.root import resolve
+from segue.errors import RunFailed
+
+SEATS = [Seat("rollout-0", 1, 1.0), Seat("envpool-0", 1)]
+RAY = "10.0.0.1:6379"
+
+
+def host(rank: int, gpus: int = 1) -> HostFacts:
+    return HostFacts(rank, f"node{rank}", f"10.0.0.{rank}", "", "", "", "", "", 8, gpus)
+
+
+def node(rank: int, gpus: int = 1, address: str = "") -> dict[str, Any]:
+    address = address or f"10.0.0.{rank}"
+    resources = {HOST_RESOURCE.format(rank): 1.0, f"node:{address}": 1.0, "GPU": float(gpus)}
+    return {"Alive": True, "NodeManagerAddress": address, "NodeManagerHostname": f"node{rank}", "Resources": resources}
+
+
+def config(patience: float, **rollout: Any) -> Config:
+    return resolve(
+        {
+            "steps": 1,
+            "task": {"env": "latency"},
+            "model": {"path": "x"},
+            "cluster": {"absence_seconds": patience},
+            "rollout": {"gpus": 1} | rollout,
+        },
+        "a test",
+    )
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
+    """Ray's nodes as the next looks will find them; the last stays."""
+    looks: list[list[dict[str, Any]]] = []
+    monkeypatch.setattr(ray_nodes.ray, "nodes", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.0)
+    return looks
+
+
+def test_nodes_of_a_ray_that_was_there_are_known_by_address_and_keep_their_numbers(there: list[Any]) -> None:
+    nodes = Addressed([host(0), host(1)])
+    there.append([node(7), node(0), node(1), node(5) | {"Alive": False}])
+    assert sorted(nodes.alive()) == [0, 1, 2]
+    assert nodes.alive()[2]["NodeManagerAddress"] == "10.0.0.7"
+    there[:] = [[node(0), node(8), node(7)]]
+    assert {rank: each["NodeManagerAddress"] for rank, each in nodes.alive().items()} == {
+        0: "10.0.0.0",
+        2: "10.0.0.7",
+        3: "10.0.0.8",
+    }
+    assert nodes.resource(host(1)) in node(1)["Resources"]
+
+
+def test_hosts_that_were_started_for_the_run_are_known_by_number(there: list[Any]) -> None:
+    there.append([node(1, address="10.9.9.9"), node(0), {"Alive": True, "Resources": {"CPU": 1.0}}])
+    assert sorted(Numbered().alive()) == [0, 1]
+    assert Numbered().resource(host(1)) in node(1)["Resources"]
+
+
+async def test_a_host_that_comes_back_under_another_address_is_used_there(there: list[Any]) -> None:
+    place = Placement(config(60.0), Plan([host(0, 0), host(1)], SEATS))
+    there += [[node(0, 0)], [node(0, 0)], [node(0, 0), node(1, address="10.9.9.9")]]
+    assert await place.seat_again("rollout-0")
+    assert (place.host_of("rollout-0"), place.address_of("rollout-0")) == (1, "10.9.9.9")
+
+
+@pytest.mark.parametrize(("ray", "moves"), [("", False), (RAY, True)])
+async def test_only_where_lost_nodes_do_not_come_back_a_rollout_node_takes_another_at_once(
+    there: list[Any], ray: str, moves: bool
+) -> None:
+    """Its own host is back with the second look."""
+    place = Placement(config(60.0), Plan([host(0, 0), host(1), host(2)], SEATS, ray))
+    there += [[node(0, 0), node(2)], [node(0, 0), node(2)], [node(0, 0), node(1), node(2)]]
+    assert await place.seat_again("rollout-0")
+    assert place.host_of("rollout-0") == (2 if moves else 1)
+
+
+async def test_an_env_pool_moves_at_once_and_a_node_that_finds_no_room_stays_away(there: list[Any]) -> None:
+    place = Placement(config(0.001), Plan([host(0, 0), host(1)], SEATS))
+    there.append([node(0, 0)])
+    assert await place.seat_again("envpool-0")
+    assert place.host_of("envpool-0") == 0
+    assert not await place.seat_again("rollout-0")
+
+
+@pytest.mark.parametrize(("ray", "hint"), [("", "see logs/host-1.log"), (RAY, "kubectl describe pod node1")])
+async def test_a_host_that_is_no_node_of_ray_is_named(there: list[Any], ray: str, hint: str) -> None:
+    there.append([node(0)])
+    with pytest.raises(RunFailed, match=rf"Host 1 \(node1\) was no node of Ray within cluster.start_seconds = 0.01: .*{hint}"):
+        await Placement(config(1.0), Plan([host(0), host(1)], SEATS, ray)).gathered(0.01)
+
+
+def test_newcomers_get_rollout_nodes_as_far_as_may_be(there: list[Any]) -> None:
+    place = Placement(config(1.0, max_nodes=3), Plan([host(0), host(1)], SEATS, RAY))
+    there.append([node(0), node(1), node(4, gpus=4)])
+    assert place.newcomers(1) == ["rollout-1", "rollout-2"]
+    assert place.address_of("rollout-1") == "10.0.0.4"
+    assert place.newcomers(3) == []
