@@ -14,7 +14,7 @@ class Figures:
         self._engine = engine
         self._ledger = ledger
         self._metrics = metrics
-        self._reported = self._discarded = 0
+        self._reported = self._discarded = self._preempted = self._evicted = 0
         self._reported_causes: dict[str, tuple[int, float]] = {}
 
     def refresh(self, episodes: int, pending_events: int) -> dict[str, float]:
@@ -25,6 +25,9 @@ class Figures:
         self._reported = engine.prefill_tokens
         metrics.add("segue_discarded_tokens_total", engine.discarded_tokens - self._discarded, reason="unread")
         self._discarded = engine.discarded_tokens
+        metrics.add("segue_engine_preemptions_total", engine.preemptions - self._preempted)
+        metrics.add("segue_engine_evictions_total", engine.evictions - self._evicted)
+        self._preempted, self._evicted = engine.preemptions, engine.evictions
         metrics.set("segue_requests_running", engine.running)
         metrics.set("segue_episodes_running", episodes)
         metrics.set("segue_queue_depth", engine.waiting, queue="engine")

@@ -87,7 +87,9 @@ def test_observing_n_at_once_equals_observing_one_n_times(pairs: list[tuple[floa
         for _ in range(count):
             one.observe(AGE, value)
     left, right = one.snapshot(), many.snapshot()
-    assert {k: v for k, v in left.items() if "_sum" not in k} == {k: v for k, v in right.items() if "_sum" not in k}
+    apart = ("_sum", "segue_metric_writes_total")  # rounding; and n at once are fewer writes
+    rest = [{k: v for k, v in side.items() if not any(word in k for word in apart)} for side in (left, right)]
+    assert rest[0] == rest[1]
     assert left[f"{AGE}_count"] == sum(n for _, n in pairs)
     assert left[f"{AGE}_sum"] == pytest.approx(right[f"{AGE}_sum"])
 
