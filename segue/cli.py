@@ -152,6 +152,26 @@ def report(
     return 0
 
 
+@app.command()
+@_sentences
+def dashboards(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; say what is out of date, undeclared or unexplained.")
+    ] = False,
+) -> int:
+    """Write the files of `monitoring/` (rules, alerts, dashboards) from the catalogue of metrics."""
+    from segue.monitoring import generate
+
+    if not check:
+        for path in generate.write():
+            print(path)
+        return 0
+    wrong = generate.check()
+    for sentence in wrong:
+        print(sentence, file=sys.stderr)
+    return 1 if wrong else 0
+
+
 @app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
 )

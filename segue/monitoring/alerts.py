@@ -66,7 +66,7 @@ ALERTS: tuple[Alert, ...] = (
         "warning",
         "staleness",
         "Tokens are trained close to the age bound, or episodes dropped beyond it.",
-        "Run {{ $labels.run }}: the p99 of the ages, or the share of episodes dropped for their age, is {{ $value | humanize }}.",
+        'Run {{ $labels.run }}: the p99 of the ages, or the share of episodes dropped for their age, is {{ $value | printf "%.3g" }}.',
     ),
     Alert(
         "SegueWeightSyncStuck",
@@ -114,7 +114,7 @@ ALERTS: tuple[Alert, ...] = (
         "warning",
         "echo-trap",
         "Gradients are far larger than usual.",
-        "Run {{ $labels.run }}: the gradient norm is {{ $value | humanize }}, over 5 times what was usual.",
+        'Run {{ $labels.run }}: the gradient norm is {{ $value | printf "%.3g" }}, over 5 times what was usual.',
     ),
     Alert(
         "SegueNoHeartbeat",
@@ -132,7 +132,7 @@ ALERTS: tuple[Alert, ...] = (
         "warning",
         "logprob-gap",
         "Engine and learner disagree on log-probabilities.",
-        "Run {{ $labels.run }}: they differ by {{ $value | humanize }} nats on average under the same weights.",
+        'Run {{ $labels.run }}: they differ by {{ $value | printf "%.3g" }} nats on average under the same weights.',
     ),
 )
 
