@@ -13,37 +13,66 @@ class Figures:
     def __init__(self, engine: Engine, ledger: Ledger, metrics: Metrics) -> None:
         self._engine = engine
         self._ledger = ledger
-        self._metrics = metrics
+        self._engine_prefill = metrics.counter("segue_engine_prefill_tokens_total")
+        self._unread = metrics.counter("segue_discarded_tokens_total", reason="unread")
+        self._preemptions = metrics.counter("segue_engine_preemptions_total")
+        self._evictions = metrics.counter("segue_engine_evictions_total")
+        self._running = metrics.gauge("segue_requests_running")
+        self._episodes = metrics.gauge("segue_episodes_running")
+        self._waiting = metrics.gauge("segue_queue_depth", queue="engine")
+        self._pending = metrics.gauge("segue_queue_depth", queue="outbox")
+        self._causes = {
+            cause: (
+                metrics.counter("segue_prefill_tokens_total", cause=cause),
+                metrics.counter("segue_prefill_seconds_total", cause=cause),
+            )
+            for cause in ledger.prefilled
+        }
         self._reported = self._discarded = self._preempted = self._evicted = 0
-        self._reported_causes: dict[str, tuple[int, float]] = {}
+        self._reported_causes: dict[str, tuple[int, float]] = dict.fromkeys(ledger.prefilled, (0, 0.0))
+        self._reported_phases: dict[str, float] = {}
+        self._metrics = metrics
+        self._read: tuple[object, ...] = ()
+        self._figures: dict[str, float] = {}
 
     def refresh(self, episodes: int, pending_events: int) -> dict[str, float]:
-        """Totals by name: `prefill_<cause>`, `seconds_<cause>` and `cached_tokens` are the ledger's, the rest the engine's."""
-        engine, metrics = self._engine.counts(), self._metrics
-        self._ledger.settle(engine)
-        metrics.add("segue_engine_prefill_tokens_total", engine.prefill_tokens - self._reported)
+        """Totals by name: `prefill_<cause>`, `seconds_<cause>` and `cached_tokens` are the ledger's, the rest the engine's.
+
+        The same object as long as nothing has changed: do not change it.
+        """
+        engine, ledger = self._engine.counts(), self._ledger
+        read = (engine, episodes, pending_events, ledger.total, ledger.cached)
+        if read == self._read:
+            return self._figures
+        ledger.settle(engine)
+        self._engine_prefill.add(engine.prefill_tokens - self._reported)
         self._reported = engine.prefill_tokens
-        metrics.add("segue_discarded_tokens_total", engine.discarded_tokens - self._discarded, reason="unread")
+        self._unread.add(engine.discarded_tokens - self._discarded)
         self._discarded = engine.discarded_tokens
-        metrics.add("segue_engine_preemptions_total", engine.preemptions - self._preempted)
-        metrics.add("segue_engine_evictions_total", engine.evictions - self._evicted)
+        self._preemptions.add(engine.preemptions - self._preempted)
+        self._evictions.add(engine.evictions - self._evicted)
         self._preempted, self._evicted = engine.preemptions, engine.evictions
-        metrics.set("segue_requests_running", engine.running)
-        metrics.set("segue_episodes_running", episodes)
-        metrics.set("segue_queue_depth", engine.waiting, queue="engine")
-        metrics.set("segue_queue_depth", pending_events, queue="outbox")
+        for phase, spent in engine.phases.items():
+            self._metrics.add("segue_engine_seconds_total", spent - self._reported_phases.get(phase, 0.0), phase=phase)
+        self._reported_phases = engine.phases
+        self._running.set(engine.running)
+        self._episodes.set(episodes)
+        self._waiting.set(engine.waiting)
+        self._pending.set(pending_events)
+        self._read = (engine, episodes, pending_events, ledger.total, ledger.cached)
         figures: dict[str, float] = {}
-        for cause, tokens in self._ledger.prefilled.items():
-            seconds = self._ledger.seconds[cause]
-            known = self._reported_causes.get(cause, (0, 0.0))
+        for cause, tokens in ledger.prefilled.items():
+            seconds = ledger.seconds[cause]
+            known = self._reported_causes[cause]
             if known != (tokens, seconds):
-                metrics.add("segue_prefill_tokens_total", tokens - known[0], cause=cause)
-                metrics.add("segue_prefill_seconds_total", seconds - known[1], cause=cause)
+                by_tokens, by_seconds = self._causes[cause]
+                by_tokens.add(tokens - known[0])
+                by_seconds.add(seconds - known[1])
                 self._reported_causes[cause] = tokens, seconds
             figures[f"prefill_{cause}"], figures[f"seconds_{cause}"] = float(tokens), seconds
-        return figures | {
+        self._figures = figures | {
             "prefill_tokens": float(engine.prefill_tokens),
-            "cached_tokens": float(self._ledger.cached),
+            "cached_tokens": float(ledger.cached),
             "decode_tokens": float(engine.decode_tokens),
             "prefill_seconds": engine.prefill_seconds,
             "decode_seconds": engine.decode_seconds,
@@ -54,3 +83,4 @@ class Figures:
             "evictions": float(engine.evictions),
             "episodes": float(episodes),
         }
+        return self._figures

@@ -32,7 +32,8 @@ class Ledger:
         self.prefilled: Counter[str] = Counter(dict.fromkeys(PREFILL_CAUSES, 0))
         self.seconds: dict[str, float] = dict.fromkeys(PREFILL_CAUSES, 0.0)
         self.cached = 0
-        self._settled: Counter[str] = Counter()
+        self._settled: dict[str, int] = dict.fromkeys(PREFILL_CAUSES, 0)
+        self._settled_total = 0
         self._settled_seconds = 0.0
         self._unclaimed = 0
 
@@ -54,14 +55,18 @@ class Ledger:
         if counts.unclaimed_tokens > self._unclaimed:  # of a request that had ended for us and got its slot back in the engine
             self.prefilled["preemption"] += counts.unclaimed_tokens - self._unclaimed
             self._unclaimed = counts.unclaimed_tokens
-        tokens, seconds = self.prefilled - self._settled, counts.prefill_seconds - self._settled_seconds
-        if not tokens:
+        total = self.total
+        fresh = total - self._settled_total
+        if not fresh:
             return
-        per_token = max(0.0, seconds) / max(counts.prefill_tokens - self._settled.total(), tokens.total())
-        for cause, n in tokens.items():
-            self.seconds[cause] += n * per_token
-        self._settled = Counter(self.prefilled)
-        self._settled_seconds += tokens.total() * per_token
+        seconds = counts.prefill_seconds - self._settled_seconds
+        per_token = max(0.0, seconds) / max(counts.prefill_tokens - self._settled_total, fresh)
+        for cause, n in self.prefilled.items():
+            if n > self._settled[cause]:
+                self.seconds[cause] += (n - self._settled[cause]) * per_token
+                self._settled[cause] = n
+        self._settled_total = total
+        self._settled_seconds += fresh * per_token
 
 
 class EpisodeKv:
@@ -98,17 +103,17 @@ class EpisodeKv:
         here_end = _clamp(self.here, block_end, a.context)
         elsewhere_end = _clamp(self.elsewhere, here_end, a.context)
         prompt_end = _clamp(self._prompt, elsewhere_end, a.context)
-        causes = Counter(
-            {
-                "block": a.block,
-                "migration": elsewhere_end - here_end,
-                "first": prompt_end - elsewhere_end,
-                "turn": a.context - prompt_end,
-            }
-        )
-        causes[self._lost(a, again)] += here_end - block_end
+        causes = {
+            "block": a.block,
+            "migration": elsewhere_end - here_end,
+            "first": prompt_end - elsewhere_end,
+            "turn": a.context - prompt_end,
+            self._lost(a, again): here_end - block_end,
+        }
         found = {cause: n for cause, n in causes.items() if n}
-        self._ledger.prefilled.update(found)
+        prefilled = self._ledger.prefilled
+        for cause, n in found.items():
+            prefilled[cause] += n
         self._ledger.cached += a.cached
         self.here = max(self.here, a.context)
         return found

@@ -149,11 +149,15 @@ class EpisodeLog:
 
         Raises `BadLog` if it does not follow from what is there; then nothing has changed.
         """
-        log, record = body.log, body.record
         try:
-            log.validate()
+            body.log.validate()
         except ValueError as error:
             raise BadLog(f"delta {self.next_seq}: {error}") from error
+        return self._append(body, payload)
+
+    def _append(self, body: DeltaBody, payload: bytes) -> list[tuple[int, int]]:
+        """The same for a body whose values are known to be valid."""
+        log, record = body.log, body.record
         self._check_order(body)
         tokens = log.tokens.tolist()
         where = log.mask.nonzero()[0]
@@ -174,11 +178,16 @@ class EpisodeLog:
         return fresh
 
     def write(self, body: DeltaBody, episode: int, attempt: int) -> Delta:
-        """Apply a new delta and return what the scheduler gets."""
+        """Apply a new delta and return what the scheduler gets. Its tokens come from a `Piece`, which has checked what the engine
+        gave, or from `context`: their values are not checked again."""
         payload = wire.encode(body)
         record = body.record
         turn, seq = self.turn, self.next_seq
-        fresh = self.apply(body, payload)
+        try:
+            body.log.check_lengths()
+        except ValueError as error:
+            raise BadLog(f"delta {seq}: {error}") from error
+        fresh = self._append(body, payload)
         head = DeltaHead(
             episode=episode,
             attempt=attempt,
@@ -248,14 +257,20 @@ class Piece:
         n = len(chunk.tokens) if keep is None else keep
         if n == 0:
             return
-        versions = np.repeat([version for version, _ in chunk.spans], [run for _, run in chunk.spans])[:n]
-        part = sampled(chunk.tokens[:n], chunk.logprobs[:n], versions, np.full(n, chunk.kv_version), self._turn)
+        tokens, logprobs = chunk.tokens, chunk.logprobs
+        if n < len(tokens):
+            tokens, logprobs = tokens[:n], logprobs[:n]
+        if len(chunk.spans) == 1:
+            versions = np.full(n, chunk.spans[0][0], dtype=np.int32)
+        else:
+            versions = np.repeat([version for version, _ in chunk.spans], [run for _, run in chunk.spans])[:n]
+        part = sampled(tokens, logprobs, versions, np.full(n, chunk.kv_version, dtype=np.int32), self._turn)
         try:
             part.validate()
         except ValueError as error:
             raise BadLog(f"the engine's output is not valid: {error}") from error
         self._parts.append(part)
-        self.tokens.extend(chunk.tokens[:n])
+        self.tokens.extend(tokens)
 
     def flush(self) -> DeltaBody:
         """A delta of everything so far: part of an action."""
@@ -263,9 +278,10 @@ class Piece:
 
     def complete(self, closing: Sequence[int], text: str) -> DeltaBody:
         """The last delta of an action, with the closing tokens that the harness appends."""
-        return DeltaBody(
-            concat([self._drain(), context(list(closing), Author.ASSISTANT, self._turn)]), action_complete=True, action=text
-        )
+        log = self._drain()
+        if closing:
+            log = concat([log, context(list(closing), Author.ASSISTANT, self._turn)])
+        return DeltaBody(log, action_complete=True, action=text)
 
     def _drain(self) -> TokenLog:
         parts, self._parts = self._parts, []

@@ -160,6 +160,7 @@ class EpisodeLoop:
             log.exception("episode %d, attempt %d", *self.key)
             self._fail(FailureClass.INFRA, "internal_error", error)
         finally:
+            self._wall.close()
             self._host.env.close(*self.key)
             self._host.departed.left(self.lease.episode, for_good=not self._returns)
             if self._entered:
@@ -269,6 +270,8 @@ class EpisodeLoop:
         """Wait until a request may start. Waiting for weights is not charged to the episode's wall time."""
         gate = self._host.gate
         passage = Passage.LEASE if not self._entered else Passage.CONTINUE if self.log.action else Passage.TURN
+        if gate.admits(passage):
+            return
         with self._wall.excused():
             while not gate.admits(passage):
                 await self._orders.wait(gate.changed(), parkable=True)
@@ -283,14 +286,14 @@ class EpisodeLoop:
         host.activity.begin("generate")
         began = now()
         finish: FinishReason | None = None
-        with self._wall.alarm(self._ring) as frozen:
+        with self._wall.alarm(self._ring) as alarm:
             try:
                 async for chunk in host.engine.generate(request):
                     self._take(chunk, watch)
                     finish = chunk.finish
             finally:
                 host.activity.end("generate")
-                self._generating += now() - began - frozen()
+                self._generating += now() - began - alarm.frozen
                 self.request = None
                 host.gate.leave()
         if finish is None:

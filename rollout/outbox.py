@@ -79,6 +79,7 @@ class Outbox:
         self._acked_sent: float | None = None
         self._last_sent = now
         self._history: dict[Attempt, list[Delta | Finish | Parked | Fail]] = {}
+        self._said: dict[str, float] = {}
 
     # --- events in --------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,8 @@ class Outbox:
         return min(renewal, flush + self._flush_after)
 
     def take(self, now: float, orders_seen: int, counts: dict[str, float]) -> Exchange:
-        """The exchange to send now: the one in flight again, unchanged, or a new one with everything pending."""
+        """The exchange to send now: the one in flight again, unchanged, or a new one with everything pending, and of `counts`
+        with what is not as in the exchange before."""
         if self._flight is None:
             events: list[NodeEvent] = []
             weight = 0
@@ -157,7 +159,11 @@ class Outbox:
             self._urgent = self._immediate = bool(self._pending)
             self._pending_since = now if self._pending else None
             self._number += 1
-            self._flight = Exchange(self._node, self.session, self._number, events, orders_seen, self._info, counts)
+            news: dict[str, float] = {}
+            if counts is not self._said:
+                said, self._said = self._said, counts
+                news = {name: value for name, value in counts.items() if said.get(name) != value}
+            self._flight = Exchange(self._node, self.session, self._number, events, orders_seen, self._info, news)
             self._flight_sent = now  # a reply may be to the first sending of it
             self._last_sent = now
         return self._flight
@@ -248,17 +254,18 @@ class ExchangeLoop:
         self._orders_seen = orders_seen
         self._counts = counts
         self._settled = settled
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._closing = False
 
     def wake(self) -> None:
         """Something was put into the outbox: look at its deadlines again."""
-        self._wake.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def close(self) -> None:
         """The node is dying: one more attempt to say what is pending, then the session is over."""
         self._closing = True
-        self._wake.set()
+        self.wake()
 
     async def run(self) -> str:
         """Exchange until the session is over; returns why. Raises `RunFailed` if the scheduler cannot be joined in time."""
@@ -279,21 +286,20 @@ class ExchangeLoop:
                 return "fenced"
 
     async def _until_due(self) -> None:
-        while not self._closing:
-            self._wake.clear()
-            due = self._outbox.due()
-            if due <= now():
-                return
+        loop = asyncio.get_running_loop()
+        while not self._closing and (due := self._outbox.due()) > loop.time():
+            self._waiter = loop.create_future()
+            timer = loop.call_at(due, self.wake)
             try:
-                async with asyncio.timeout_at(due):
-                    await self._wake.wait()
-            except TimeoutError:
-                return
+                await self._waiter
+            finally:
+                timer.cancel()
 
     async def _exchange(self, timeout: float) -> bool:
         """One attempt. True if the session is over."""
         outbox = self._outbox
         exchange = outbox.take(now(), self._orders_seen(), self._counts())
+        began = now()
         try:
             reply = await ask(self._peer, EXCHANGE, exchange, timeout)
         except PeerTimeout:
@@ -308,6 +314,7 @@ class ExchangeLoop:
             self._metrics.add("segue_rpc_failures_total", reason="error")
             await asyncio.sleep(min(timeout, outbox.timeout / 3))
             return False
+        self._metrics.observe("segue_exchange_seconds", now() - began)
         settled = outbox.replied(reply, now())
         if settled is None:
             self._metrics.add("segue_messages_refused_total", reason="unexpected")

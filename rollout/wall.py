@@ -24,13 +24,25 @@ class WallTime:
         self._gate = gate
         self._began = now() - used
         self._excused = 0.0
-        self._alarm: _Alarm | None = None
+        self._alarm = Alarm(self, gate)
+
+    def close(self) -> None:
+        """There will be no more alarm."""
+        self._alarm.close()
 
     @property
     def seconds(self) -> float:
         """Time used, what came before included."""
-        frozen = self._alarm.frozen if self._alarm is not None else 0.0
-        return now() - self._began - self._excused - frozen
+        return now() - self._began - self._excused - self._alarm.frozen
+
+    @property
+    def left(self) -> float:
+        """What is left of the budget."""
+        return self._budget - self.seconds
+
+    def charge(self, excused: float) -> None:
+        """So many seconds are not charged."""
+        self._excused += excused
 
     @property
     def over(self) -> bool:
@@ -45,48 +57,59 @@ class WallTime:
         finally:
             self._excused += now() - began
 
-    @contextmanager
-    def alarm(self, ring: Callable[[], None]) -> Iterator[Callable[[], float]]:
-        """Call `ring` if the budget ends inside, where time with the gate closed is not charged. Yields how long that was."""
-        alarm = self._alarm = _Alarm(self._gate, lambda: self._budget - self.seconds, ring)
-        alarm.arm()
-        try:
-            yield lambda: alarm.frozen
-        finally:
-            alarm.disarm()
-            self._excused += alarm.frozen
-            self._alarm = None
+    def alarm(self, ring: Callable[[], None]) -> Alarm:
+        """A context that calls `ring` if the budget ends inside, where time with the gate closed is not charged."""
+        self._alarm.ring = ring
+        return self._alarm
 
 
-class _Alarm:
-    """A timer that stands still while the gate is closed."""
+class Alarm:
+    """A timer that stands still while the gate is closed; one for all requests of an attempt.
 
-    def __init__(self, gate: Gate, left: Callable[[], float], ring: Callable[[], None]) -> None:
+    What was armed for one request stays armed when that ends: the budget ends no sooner for the next one. If it fires too early,
+    it is armed anew; if nobody wants it, it is not.
+    """
+
+    def __init__(self, wall: WallTime, gate: Gate) -> None:
+        self._wall = wall
         self._gate = gate
-        self._closed_before = gate.closed_seconds
-        self._left = left
-        self._ring = ring
+        self._closed_before: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._armed = True
+        self._waits_for_gate = False
+        self.ring: Callable[[], None] = lambda: None
 
     @property
     def frozen(self) -> float:
-        return self._gate.closed_seconds - self._closed_before
+        """Seconds inside that the gate was closed."""
+        return 0.0 if self._closed_before is None else self._gate.closed_seconds - self._closed_before
 
-    def arm(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, self._left()), self._due)
+    def __enter__(self) -> Alarm:
+        self._closed_before = self._gate.closed_seconds
+        if self._timer is None and not self._waits_for_gate:
+            self._arm()
+        return self
 
-    def disarm(self) -> None:
-        self._armed = False
+    def __exit__(self, *_: object) -> None:
+        frozen, self._closed_before = self.frozen, None
+        self._wall.charge(frozen)
+
+    def close(self) -> None:
+        """The attempt is over."""
         if self._timer is not None:
             self._timer.cancel()
 
+    def _arm(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, self._wall.left), self._due)
+
     def _due(self) -> None:
-        if not self._armed:
-            return
-        if self._left() <= _CLOSE:
-            self._ring()
+        self._timer = None
+        self._waits_for_gate = False
+        if self._closed_before is None:
+            return  # between two requests: the next one arms it
+        if self._wall.left <= _CLOSE:
+            self.ring()
         elif self._gate.level is Level.CLOSED:
+            self._waits_for_gate = True
             self._gate.changed().add_done_callback(lambda _: self._due())
         else:
-            self.arm()
+            self._arm()

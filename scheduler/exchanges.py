@@ -82,6 +82,7 @@ class Exchanges:
             if info.max_episodes < 1:
                 raise CallRefused(f"{link.name} joins with max_episodes = {info.max_episodes}: it must be at least 1")
             link.begin(exchange.session)
+            link.counts = {}
             return await self._take_in(link, exchange, e.NodeJoined(link.name, exchange.session, info.max_episodes, info.slots))
         if exchange.session != link.session or link.over:
             tally.count("refused", "stale_session")
@@ -117,11 +118,12 @@ class Exchanges:
                         refused[command.episode, command.attempt] = None
                     elif isinstance(command, Resend):
                         resend[command.episode, command.attempt, command.seq] = None
-            if counts := exchange.counts:
+            if exchange.counts:
+                link.counts = link.counts | exchange.counts
+            if counts := link.counts:
                 tokens, seconds = counts.get("prefill_weight_update", 0.0), counts.get("seconds_weight_update", 0.0)
                 after += shell.take(e.NodeSpent(exchange.node, exchange.session, tokens, seconds), now)[1]
         link.seen(exchange.session, exchange.orders_seen)
-        link.counts = exchange.counts
         link.number = exchange.number
         reply = link.reply = self._reply(exchange, list(refused), list(resend), fenced=link.over)
         await shell.settle("exchange", now, after)

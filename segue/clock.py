@@ -103,6 +103,14 @@ class LogicalLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         return self.call_at(self._logical_now + delay, callback, *args, context=context)
 
+    def call_soon(  # asyncio's own, without its debug mode, which nothing here uses
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        self._check_closed()  # type: ignore[attr-defined]
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         """Called by asyncio for every cancelled timer. A heap that is mostly cancelled timers is rebuilt without them."""
         if not handle._scheduled:  # type: ignore[attr-defined]
@@ -139,10 +147,11 @@ class LogicalLoop(asyncio.SelectorEventLoop):
                 self._look_outside(None)
             else:
                 self._jump()
-        self._collect_due()
+        if self._timers and self._timers[0][0] <= self._logical_now:
+            self._collect_due()
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle.cancelled():
+            if not handle._cancelled:
                 handle._run()
 
     def _look_outside(self, timeout: float | None) -> None:

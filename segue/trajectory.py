@@ -55,21 +55,37 @@ class TokenLog(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def validate(self) -> None:
-        """Raises ValueError: lengths differ, a sampled token lacks its log-probability or version, a forced one has them."""
+    def check_lengths(self) -> None:
+        """Raises ValueError: an array is of the wrong kind, or its length is not that of the others and of the segments."""
         n = len(self.tokens)
-        for name, kind in (("tokens", "i"), ("mask", "u"), ("logprobs", "f"), ("versions", "i"), ("kv_versions", "i")):
-            array = getattr(self, name)
+        shape = (n,)
+        for name, array, kind in (
+            ("tokens", self.tokens, "i"),
+            ("mask", self.mask, "u"),
+            ("logprobs", self.logprobs, "f"),
+            ("versions", self.versions, "i"),
+            ("kv_versions", self.kv_versions, "i"),
+        ):
+            if array.shape == shape and array.dtype.kind == kind:
+                continue
             if array.ndim != 1 or array.dtype.kind != kind:
                 raise ValueError(f"{name} is a {array.ndim}-dimensional array of {array.dtype}")
-            if len(array) != n:
-                raise ValueError(f"{name} has {len(array)} entries for {n} tokens")
+            raise ValueError(f"{name} has {len(array)} entries for {n} tokens")
+        covered = 0
+        for segment in self.segments:
+            if segment.length < 1 or segment.author not in _AUTHORS:
+                raise ValueError("a segment is empty or by nobody")
+            covered += segment.length
+        if covered != n:
+            raise ValueError(f"segments cover {covered} of {n} tokens")
+
+    def validate(self) -> None:
+        """Raises ValueError: what `check_lengths` finds, a sampled token without log-probability or version, a forced one that
+        has them, a negative id."""
+        self.check_lengths()
+        n = len(self.tokens)
         if np.count_nonzero(self.tokens < 0):
             raise ValueError("a token id is negative")
-        if any(s.length < 1 or s.author not in _AUTHORS for s in self.segments):
-            raise ValueError("a segment is empty or by nobody")
-        if sum(s.length for s in self.segments) != n:
-            raise ValueError(f"segments cover {sum(s.length for s in self.segments)} of {n} tokens")
         sampled = self.mask == 1
         count = int(np.count_nonzero(sampled))
         if np.count_nonzero(self.mask) != count:

@@ -62,6 +62,9 @@ M = TypeVar("M", bound=Message)
 
 def pack_array(array: np.ndarray[Any, Any]) -> list[Any]:
     """`[dtype, shape, raw little-endian bytes]` of an array of numbers; any other dtype is a programmer's mistake."""
+    dtype = array.dtype.str
+    if dtype in _SIZES:  # what nearly all are: little-endian already
+        return [dtype, list(array.shape), array.tobytes()]
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     assert little.dtype.str in _DTYPES, f"dtype {array.dtype} does not travel"
     return [little.dtype.str, list(array.shape), np.ascontiguousarray(little).tobytes()]

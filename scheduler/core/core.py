@@ -91,7 +91,6 @@ class SchedulerCore:
             Paused: self.intake.paused,
             Resumed: self.intake.resumed,
             NodeJoined: self._node_joined,
-            NodeHeard: self._node_heard,
             NodeLost: self._node_lost,
             NodeSpent: self._node_spent,
             FromNode: self._from_node,
@@ -118,6 +117,9 @@ class SchedulerCore:
         if type(event) is DeltaHead:
             commands = self.intake.delta(event, now)
             return commands if not self.tables.lost else [*commands, *self._settle(now)]
+        if type(event) is NodeHeard:  # renews leases, and nothing follows from that
+            self._node_heard(event, now)
+            return ()
         self._handlers[type(event)](event, now)
         return self._settle(now)
 

@@ -72,6 +72,71 @@ def _edge(value: float) -> str:
     return repr(float(value))
 
 
+class _Writes:
+    """The lock that every write takes, and how many there were."""
+
+    __slots__ = ("count", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+
+class Counter:
+    """One series of a counter, found once and counted often."""
+
+    __slots__ = ("_key", "_name", "_series", "_writes")
+
+    def __init__(self, name: str, series: dict[Key, float], key: Key, writes: _Writes) -> None:
+        self._name = name
+        self._series = series
+        self._key = key
+        self._writes = writes
+
+    def add(self, value: float = 1.0) -> None:
+        """Count `value` more. Raises ValueError if it is negative or not a number."""
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{self._name} is a counter: it cannot grow by {value}")
+        with self._writes.lock:
+            self._series[self._key] += value
+            self._writes.count += 1
+
+
+class Gauge:
+    """One series of a gauge."""
+
+    __slots__ = ("_key", "_series", "_writes")
+
+    def __init__(self, series: dict[Key, float], key: Key, writes: _Writes) -> None:
+        self._series = series
+        self._key = key
+        self._writes = writes
+
+    def set(self, value: float) -> None:
+        with self._writes.lock:
+            self._series[self._key] = float(value)
+            self._writes.count += 1
+
+
+class Histogram:
+    """One series of a histogram."""
+
+    __slots__ = ("_histogram", "_name", "_writes")
+
+    def __init__(self, name: str, histogram: _Histogram, writes: _Writes) -> None:
+        self._name = name
+        self._histogram = histogram
+        self._writes = writes
+
+    def observe(self, value: float) -> None:
+        """Observe one value. Raises ValueError on NaN and infinity."""
+        if not math.isfinite(value):
+            raise ValueError(f"{self._name}: an observation of {value}")
+        with self._writes.lock:
+            self._histogram.observe(float(value), 1)
+            self._writes.count += 1
+
+
 class Metrics(Collector):
     """The metrics of one role in one process. Only names, labels and values of the catalogue are accepted.
 
@@ -92,8 +157,8 @@ class Metrics(Collector):
         self.role = role
         self.rank = rank
         self.gpus = tuple(gpus)
-        self._lock = threading.Lock()
-        self._writes = 0
+        self._writes = _Writes()
+        self._lock = self._writes.lock
         self._declared = {metric.name: metric for metric in exported_by(role)}
         self._open = {
             "env": tuple(envs),
@@ -129,6 +194,18 @@ class Metrics(Collector):
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
+    def counter(self, name: str, **labels: str) -> Counter:
+        """A series to count on often: spares finding it each time."""
+        return Counter(name, *self._series(name, "counter", labels), self._writes)
+
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        """A series to set often."""
+        return Gauge(*self._series(name, "gauge", labels), self._writes)
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        """A series to observe often."""
+        return Histogram(name, self._histogram(name, labels), self._writes)
+
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Count `value` more. Raises ValueError if it is negative or not a number."""
         if not value >= 0.0 or value == math.inf:
@@ -136,14 +213,14 @@ class Metrics(Collector):
         series, key = self._series(name, "counter", labels)
         with self._lock:
             series[key] += value
-            self._writes += 1
+            self._writes.count += 1
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
         series, key = self._series(name, "gauge", labels)
         with self._lock:
             series[key] = float(value)
-            self._writes += 1
+            self._writes.count += 1
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Observe one value of a histogram."""
@@ -157,14 +234,11 @@ class Metrics(Collector):
         for value, count in pairs:
             if not math.isfinite(value) or count < 0:
                 raise ValueError(f"{name}: {count} observations of {value}")
-        metric = self._metric(name, "histogram")
-        histogram = self._histograms[name].get(self._key(metric, labels))
-        if histogram is None:
-            raise self._undeclared_value(metric, labels)
+        histogram = self._histogram(name, labels)
         with self._lock:
             for value, count in pairs:
                 histogram.observe(value, count)
-            self._writes += len(pairs)
+            self._writes.count += len(pairs)
 
     def attach(self, clock: Clock) -> None:
         """Export a clock's seconds as this process's states. Its states must be those of the role."""
@@ -264,6 +338,13 @@ class Metrics(Collector):
         self._key(metric, labels)
         raise self._undeclared_value(metric, labels)
 
+    def _histogram(self, name: str, labels: dict[str, str]) -> _Histogram:
+        metric = self._metric(name, "histogram")
+        histogram = self._histograms[name].get(self._key(metric, labels))
+        if histogram is None:
+            raise self._undeclared_value(metric, labels)
+        return histogram
+
     def _undeclared_value(self, metric: Metric, labels: dict[str, str]) -> UndeclaredMetric:
         wrong = [f"{k}={v!r}" for k, v in labels.items() if v not in self._label_values(metric, k)]
         return UndeclaredMetric(f"{metric.name} of {self.role} does not declare {', '.join(wrong)}")
@@ -298,7 +379,7 @@ class Metrics(Collector):
                 series = self._values[name]
                 series[key] = max(series.get(key, 0.0), value) if metric.kind == "counter" else value
         with self._lock:
-            self._values[_WRITES][()] = float(self._writes)
+            self._values[_WRITES][()] = float(self._writes.count)
 
     def _read_clock(self) -> None:
         if self._clock is None:

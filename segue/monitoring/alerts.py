@@ -66,7 +66,7 @@ ALERTS: tuple[Alert, ...] = (
         "warning",
         "staleness",
         "Tokens are trained close to the age bound, or episodes dropped beyond it.",
-        'Run {{ $labels.run }}: the p99 of the ages, or the share of episodes dropped for their age, is {{ $value | printf "%.3g" }}.',
+        'Run {{ $labels.run }}: the p99 of ages, or the share of episodes dropped for age, is {{ $value | printf "%.3g" }}.',
     ),
     Alert(
         "SegueWeightSyncStuck",

@@ -40,7 +40,10 @@ class MemoryJournal:
     async def append(self, records: list[Record]) -> None:
         self.appended += len(records)
         self.records.extend(records)
-        self._bytes += sum(len(record.body) for record in records)
+        for record in records:
+            self._bytes += len(record.body)
+        if len(self.records) <= 2 * self._keep and self._bytes <= self._keep_bytes:
+            return
         gone = len(self.records) - self._keep if len(self.records) > 2 * self._keep else 0
         self._bytes -= sum(len(record.body) for record in self.records[:gone])
         while self._bytes > self._keep_bytes:

@@ -139,7 +139,10 @@ class NodeInfo(msgspec.Struct, frozen=True):
 
 
 class Exchange(Message, frozen=True):
-    """Everything a node has to say since its last exchange. `info` is set in the first one of a session (it joins)."""
+    """Everything a node has to say since its last exchange. `info` is set in the first one of a session (it joins).
+
+    `counts` are those of the node's totals that have changed since its last exchange; in the first one of a session, all.
+    """
 
     node: str
     session: int

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from promtool import needs_prometheus, promtool
 from typer.testing import CliRunner
 
 from segue.cli import app
 from segue.metrics.catalogue import CATALOGUE
 from segue.monitoring import generate
-from segue.monitoring.boards import DASHBOARDS
+from segue.monitoring.boards import DASHBOARDS, EXEMPT
 from segue.monitoring.checks import metrics_behind, names_in, problems
 from segue.monitoring.generate import FOLDER
 from segue.monitoring.panels import dashboard_json
 from segue.monitoring.yaml_text import yaml_text
 
+yaml: Any = pytest.importorskip("yaml", reason="it comes with Ray")
 DOCS = FOLDER.parent / "docs"
 
 
@@ -53,9 +53,9 @@ def test_what_is_wrong_is_found_and_said(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     monkeypatch.setattr(generate, "DASHBOARDS", DASHBOARDS[1:])
     assert "segue_build_info is on no dashboard: put it on one, or give the reason in EXEMPT." in generate.unshown()
-    monkeypatch.setitem(generate.EXEMPT, "segue_build_info", "a test")
+    monkeypatch.setitem(EXEMPT, "segue_build_info", "a test")
     assert not any(what.startswith("segue_build_info ") for what in generate.unshown())
-    monkeypatch.setitem(generate.EXEMPT, "segue_nothing", "a test")
+    monkeypatch.setitem(EXEMPT, "segue_nothing", "a test")
     assert any(what.startswith("segue_nothing is exempted") for what in generate.unshown())
 
 
@@ -91,7 +91,7 @@ def test_dashboards_can_be_provisioned_anywhere(board: Any) -> None:
     made = dashboard_json(board)
     assert made["id"] is None and made["uid"] == f"segue-{board.name}" and "__inputs" not in made
     assert [variable["name"] for variable in made["templating"]["list"]] == ["datasource", "run"]
-    places = set()
+    places: set[tuple[int, int]] = set()
     for panel in made["panels"]:
         place = panel["gridPos"]
         cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
@@ -118,7 +118,7 @@ def test_prometheus_takes_the_configuration_and_the_rules() -> None:
 
 @needs_prometheus
 def test_prometheus_takes_the_expression_of_every_panel(tmp_path: Path) -> None:
-    rules = []
+    rules: list[dict[str, str]] = []
     for board in DASHBOARDS:
         for panel in board.panels:
             for query in panel.queries:

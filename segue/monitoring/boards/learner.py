@@ -7,14 +7,16 @@ from segue.monitoring.query import RUNS, WINDOW, mean, over, quantile, rate, sha
 
 _ROLE = 'role="learner"'
 
+_WHOLE_PHASES = 'phase!~"forward|backward"'
+
 _STEPS = Row(
     "Steps",
     (
         Panel(
             "A step by phase",
-            "Mean seconds of each phase of a learner step.",
+            "Mean seconds of each phase of a learner step; forward and backward are inside forward_backward.",
             "seconds",
-            (Query(mean("segue_learner_step_seconds", "phase"), "{{run}} {{phase}}"),),
+            (Query(mean("segue_learner_step_seconds", "phase", where=_WHOLE_PHASES), "{{run}} {{phase}}"),),
             stack=True,
         ),
         Panel(

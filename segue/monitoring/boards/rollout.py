@@ -32,6 +32,13 @@ _TIME = Row(
             stack=True,
         ),
         Panel(
+            "The embedded engine's time",
+            "Seconds per second of each phase; a decode step is forward, sample, book and hand_over. 0 with other engines.",
+            "number",
+            (Query(rate("segue_engine_seconds_total", "phase"), "{{run}} {{phase}}"),),
+            stack=True,
+        ),
+        Panel(
             "Idle time by node",
             "A node that waits more than the others gets too little work, or is slow to load weights.",
             "ratio",
@@ -139,6 +146,15 @@ _EPISODES = Row(
             "engine: requests that wait for a slot; outbox: events that wait for the next exchange with the scheduler.",
             "count",
             (Query(over("sum", "segue_queue_depth", "rank", "queue", where=_ROLE), "{{run}} rollout-{{rank}} {{queue}}"),),
+        ),
+        Panel(
+            "Exchanges with the scheduler",
+            "From sending to reply.",
+            "seconds",
+            (
+                Query(quantile(0.5, "segue_exchange_seconds"), "{{run}} p50"),
+                Query(quantile(0.99, "segue_exchange_seconds"), "{{run}} p99"),
+            ),
         ),
         Panel(
             "Paused, resumed, migrated",
