@@ -130,7 +130,7 @@ def test_all_code_that_makes_it_is_in_the_recipe(own_cache: Path) -> None:
     assert len(ours) > 20
     rest = {f for f in ours - set(hashed) if not f.startswith("segue/config/") and not f.endswith("/__init__.py")}
     says_what_went_wrong = {"segue/errors.py", "segue/users_code.py", "segue/model_folder.py"}
-    finds_others = {"envpool/suites/own.py", "segue/suite_path.py", "segue/cluster/cache.py"}
+    finds_others = {"envpool/suites/own.py", "segue/by_path.py", "segue/suite_path.py", "segue/cluster/cache.py"}
     assert rest == {"segue/wire.py", "segue/ports/rpc.py", *says_what_went_wrong, *finds_others}
 
 
