@@ -12,6 +12,7 @@ loading and the order of things are TRL's.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import tomllib
@@ -23,7 +24,6 @@ from typing import Any
 from benchmarks.trl_episodes import Played, play_batch
 from segue.config import Config
 from segue.config.root import resolve
-
 
 STEPS_FILE = "steps.jsonl"
 
