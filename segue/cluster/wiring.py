@@ -145,6 +145,7 @@ def _expose(host: Host) -> None:
     registry = next(iter(host.metrics.values()))
     host.log = ProcessLog(spec.log, spec.name, metrics=registry)
     registry.attach_reader(read_process)
+    registry.attach_reader(lambda: [("segue_process_starts", {}, float(spec.start))])
     if reader := gpu_reader(registry.gpus):
         registry.attach_reader(reader)
     heartbeats = []

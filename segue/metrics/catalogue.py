@@ -128,6 +128,13 @@ _PROCESS = (
         "CPU seconds of this process, user and system; its children's are not among them.",
     ),
     _read("segue_process_resident_memory_bytes", "gauge", "bytes", ASYNCIO, "Resident memory of this process."),
+    _read(
+        "segue_process_starts",
+        "gauge",
+        "starts",
+        ASYNCIO,
+        "Which start of this process in this attempt of the run it is: 1, and one more for each time that it was put in the place of one that died.",
+    ),
     _counter(
         "segue_metric_writes_total", "writes", ALL, "Values written to this process's metrics: what measuring costs, counted."
     ),

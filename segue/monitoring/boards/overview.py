@@ -243,6 +243,12 @@ _PROCESSES = Row(
             "table",
         ),
         Panel(
+            "Starts",
+            "How often each process was started in this attempt: a step up is a death that the run survived; its log says why.",
+            "starts",
+            (Query(over("max", "segue_process_starts", "role", "rank"), "{{run}} {{role}}-{{rank}}"),),
+        ),
+        Panel(
             "Age of the last sign of life",
             "Its loop beats once a second; over a minute an alert fires.",
             "seconds",
