@@ -245,7 +245,7 @@ _PROCESSES = Row(
         Panel(
             "Starts",
             "How often each process was started in this attempt: a step up is a death that the run survived; its log says why.",
-            "starts",
+            "count",
             (Query(over("max", "segue_process_starts", "role", "rank"), "{{run}} {{role}}-{{rank}}"),),
         ),
         Panel(
