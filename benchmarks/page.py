@@ -29,8 +29,8 @@ def build(document: Document, drawn: Sequence[Drawn]) -> str:
     title = f"{document['title']} ({document['time']} time)"
     parts = [
         f"<h1>{_text(title)}</h1>",
-        f"<p class='note'>{_text(_where(document))}</p>",
-        *_plots(drawn),
+        f"<p class='note'>{_text(where(document))}</p>",
+        *figures(drawn),
         "<h2>Figures</h2>",
         *(_point(document, point) for point in document["points"]),
         "<h3>Columns</h3>",
@@ -43,6 +43,11 @@ def build(document: Document, drawn: Sequence[Drawn]) -> str:
         _terms((key, _plain(value)) for key, value in document["setup"].items() if key != "scenario"),
         *_scenario(document["setup"].get("scenario")),
     ]
+    return whole(title, parts)
+
+
+def whole(title: str, parts: Sequence[str]) -> str:
+    """A page of these parts of HTML under a title of plain text."""
     head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{_text(title)}</title>"
     body = "\n".join(parts)
     return f"<!DOCTYPE html>\n<html lang='en'><head>{head}<style>{STYLE}</style></head><body>\n{body}\n</body></html>\n"
@@ -57,7 +62,8 @@ def inline(drawn: Drawn) -> str:
     return svg.replace("<svg", f"<svg role='img' aria-label='{_text(drawn.title)}'", 1)
 
 
-def _plots(drawn: Sequence[Drawn]) -> Iterable[str]:
+def figures(drawn: Sequence[Drawn]) -> Iterable[str]:
+    """The plots as HTML."""
     for plot in drawn:
         yield f"<h2>{_text(plot.title)}</h2><figure>{inline(plot)}</figure>"
 
@@ -81,7 +87,8 @@ def _scenario(scenario: Mapping[str, Any] | None) -> Iterable[str]:
         yield f"<p>Assumptions:</p><ul>{items}</ul>"
 
 
-def _where(document: Document) -> str:
+def where(document: Document) -> str:
+    """When, on what and with what it was run."""
     machine, versions = document["machine"], document["versions"]
     return (
         f"{document['date']}, {machine['cpu']}, {machine['cores']} cores, Segue {versions['segue']} ({versions['git_sha']}), "

@@ -100,6 +100,7 @@ class Plan(msgspec.Struct, frozen=True):
     out: Path
     source: Path
     sized: bool
+    ceilings: bool = True
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------------
@@ -123,9 +124,12 @@ def parser(sweep: Sweep, about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="of every run; default: the scenario's or config's")
     parser.add_argument("--redundancy", type=int, default=1, metavar="R", help="members that groups of redundant arms have more")
     parser.add_argument("--learner", choices=("sized", "given"), default="sized", help="in virtual time: sized for each point")
+    parser.add_argument(
+        "--no-ceilings", action="store_true", help="real runs without efficiency: two runs less per point and seed"
+    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="for all arms")
     parser.add_argument("--scenario", type=Path, default=sweep.scenario, help="of virtual time")
-    parser.add_argument("--config", type=Path, default=FOLDER.parent / "configs" / "latency.toml", help="of real runs")
+    parser.add_argument("--config", type=Path, default=FOLDER.parent / "configs" / "balanced.toml", help="of real runs")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results; default runs/bench-NAME-TIME")
     return parser
 
@@ -158,6 +162,7 @@ def plan(sweep: Sweep, args: argparse.Namespace) -> Plan:
         out=out,
         source=args.config if args.real else args.scenario,
         sized=args.learner == "sized",
+        ceilings=not args.no_ceilings,
     )
 
 

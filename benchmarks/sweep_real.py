@@ -1,32 +1,33 @@
 """The points of a sweep for real: `segue train` on a config of the suite `latency`, once per arm and seed, watched from outside.
 
-Efficiency is left out: its ceilings need a learner that is a sink, and one that trains recorded batches; a real run has neither.
-Once it has, an `Efficiency` in what `_measured` makes is all that table, plots and page need. Processes are placed by the system:
-no key of a config pins a role to cores.
+Both ceilings (`benchmarks.ceilings`) are measured once per point and seed, before the arms: two more runs. They are those of the
+config as it is, asynchronous; arms share cores, batch and concurrency with them.
 """
 
 from __future__ import annotations
 
 import functools
 import shutil
+import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tomli_w
 
+from benchmarks import ceilings
 from benchmarks.async_vs_sync import setup as shared_setup
 from benchmarks.async_vs_sync import turn_seconds
-from benchmarks.figures import Window, figures_of
+from benchmarks.figures import Efficiency, Window, figures_of
 from benchmarks.sweep import At, Measured, Plan, Point
 from benchmarks.watched import Watched, train
+from segue.cluster.cores import cores_text
 from segue.config import Config, load_config
 from segue.errors import UserError
 
 RUN_SECONDS = 1800.0
-_FIRST_STEPS = 14
-"""Of the run that measures what sampling an action takes."""
 
 
 def setup(plan: Plan) -> dict[str, Any]:
@@ -39,35 +40,69 @@ def setup(plan: Plan) -> dict[str, Any]:
             settings = [*plan.sweep.real(base, point, 1.0), *_lines(arm.tables(base, plan.redundancy))]
             config = _config(plan, settings)
             Window.of(config.steps, config.staleness.max_age)
-    return {**shared_setup(base), "steps": base.steps, "redundancy": plan.redundancy}
+    return {**shared_setup(base), "cores": cores_text(base), "steps": base.steps, "redundancy": plan.redundancy}
 
 
 def measure_point(plan: Plan, point: Point) -> At:
-    """All arms at a point, in turns: each seed once per arm."""
+    """Ceilings and all arms at a point, in turns: each seed once per arm."""
     base = _config(plan, [])
-    generate = generation_seconds(plan) if plan.sweep.relative else 0.0
+    generate = generation_seconds(plan) if plan.sweep.relative and point.x else 0.0
     settings = plan.sweep.real(base, point, generate)
     runs: dict[str, list[Measured]] = {arm.name: [] for arm in plan.arms}
+    found: list[ceilings.Ceilings] = []
     for seed in plan.seeds:
+        if plan.ceilings:
+            found.append(_ceilings(plan, [*settings, f"seed={seed}"]))
         for arm in plan.arms:
             overrides = [*settings, *_lines(arm.tables(base, plan.redundancy)), f"seed={seed}"]
             config = _config(plan, overrides)
             window = Window.of(config.steps, config.staleness.max_age)
-            runs[arm.name].append(_measured(_train(plan, overrides, window), window, config, seed))
-    return At(point, {"overrides": settings}, runs, {"generation_seconds": generate} if generate else {})
+            measured = _measured(_train(plan, overrides, window), window, config, seed)
+            runs[arm.name].append(_against(measured, found[-1]) if found else measured)
+            print(_said(arm.name, point, runs[arm.name][-1]), flush=True)
+    more = {"generation_seconds": generate} if generate else {}
+    for name in ("generation_idle_share", "training_wait_share", "repeating_share") if found else ():
+        more[name] = statistics.median(getattr(each, name) for each in found)
+    return At(point, {"overrides": settings}, runs, more)
+
+
+def _ceilings(plan: Plan, overrides: list[str]) -> ceilings.Ceilings:
+    """Raises `RunFailed`, whose run directory then stays."""
+    folder = Path(tempfile.mkdtemp(prefix="segue-ceilings-"))
+    found = ceilings.measure(plan.source, _all(plan, overrides), folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    print(
+        f"seed {overrides[-1].partition('=')[2]}: generation alone {found.generation:,.0f}, training alone {found.training:,.0f} "
+        f"tokens/s (nodes idle {found.generation_idle_share:.0%}; learner waited {found.training_wait_share:.1%})",
+        flush=True,
+    )
+    return found
+
+
+def _against(measured: Measured, found: ceilings.Ceilings) -> Measured:
+    figures = measured.figures
+    efficiency = Efficiency(found.generation, found.training, figures.tokens_per_second)
+    return msgspec.structs.replace(measured, figures=msgspec.structs.replace(figures, efficiency=efficiency))
+
+
+def _said(arm: str, point: Point, measured: Measured) -> str:
+    """One run on the console: a sweep takes long."""
+    figures = measured.figures
+    share = f", efficiency {figures.efficiency.value:.3f}" if figures.efficiency else ""
+    return f"  {point.x:g}, seed {measured.seed}, {arm}: {figures.tokens_per_second:,.0f} tokens/s{share}"
 
 
 @functools.cache
 def _generation_seconds(source: Path, overrides: tuple[str, ...]) -> float:
-    config = load_config(source, list(overrides))
-    window = Window.of(config.steps, config.staleness.max_age)
-    watched = _watch(source, list(overrides), window)
-    return turn_seconds(watched.scrapes[window.warm], watched.scrapes[window.last])[0]
+    folder = Path(tempfile.mkdtemp(prefix="segue-sweep-"))
+    seconds = ceilings.generation_seconds(source, overrides, folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return seconds
 
 
 def generation_seconds(plan: Plan) -> float:
-    """Mean seconds that sampling an action takes, in an asynchronous run of the config as it is; measured once per command."""
-    return _generation_seconds(plan.source, (*plan.overrides, 'mode="async"', f"steps={max(_FIRST_STEPS, plan.steps or 0)}"))
+    """Mean seconds that sampling an action takes while all slots decode; measured once per command."""
+    return _generation_seconds(plan.source, tuple(_all(plan, [])))
 
 
 def _measured(watched: Watched, window: Window, config: Config, seed: int) -> Measured:
@@ -79,8 +114,7 @@ def _measured(watched: Watched, window: Window, config: Config, seed: int) -> Me
 
 
 def _train(plan: Plan, overrides: list[str], window: Window) -> Watched:
-    steps = [f"steps={plan.steps}"] if plan.steps is not None else []
-    return _watch(plan.source, [*plan.overrides, *steps, *overrides], window)
+    return _watch(plan.source, _all(plan, overrides), window)
 
 
 def _watch(source: Path, overrides: list[str], window: Window) -> Watched:
@@ -92,8 +126,12 @@ def _watch(source: Path, overrides: list[str], window: Window) -> Watched:
 
 
 def _config(plan: Plan, overrides: list[str]) -> Config:
+    return load_config(plan.source, _all(plan, overrides))
+
+
+def _all(plan: Plan, overrides: list[str]) -> list[str]:
     steps = [f"steps={plan.steps}"] if plan.steps is not None else []
-    return load_config(plan.source, [*plan.overrides, *steps, *overrides])
+    return [*plan.overrides, *steps, *overrides]
 
 
 def _lines(tables: Mapping[str, Any], parents: str = "") -> list[str]:

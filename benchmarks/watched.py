@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,17 @@ class Watched:
 
 
 def train(
-    config: Path, run: Path, overrides: Sequence[str], marks: Collection[int], deadline: float, serial: bool = False
+    config: Path,
+    run: Path,
+    overrides: Sequence[str],
+    marks: Collection[int],
+    deadline: float,
+    serial: bool = False,
+    heard: Callable[[int, str], None] = lambda pid, line: None,
 ) -> Watched:
     """Run `segue train` to its end; `serial` in one process, which has nothing to scrape (no `marks` then).
+
+    `heard(pid, line)` is called with the run's first process and each line it prints, before the targets are scraped.
 
     Raises `RunFailed` when it fails, is late, or ends before a mark was reached.
     """
@@ -72,6 +80,7 @@ def train(
         assert child.stdout is not None
         for line in child.stdout:
             last = [*last, line.rstrip()][-LAST_LINES:]
+            heard(child.pid, line)
             done = steps_done(line)
             if done in marks:
                 try:

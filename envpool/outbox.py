@@ -3,6 +3,7 @@
 consumes       replies of the pool's core
 produces       `EnvDeliver` calls to the node, which recognises repetitions by (episode, attempt, step)
 waits for      the acknowledgement of a batch, up to `DELIVER_SECONDS`, then the same batch again
+               the node's patience, counted from the last batch sent
 unblocked by   the acknowledgement; giving up after `silence_seconds` without one (the node counts as lost); `close`
 on cancel      the batch in flight and what is pending are dropped
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -43,6 +45,9 @@ class Outbox:
     ) -> None:
         self.peer = peer
         self.session = session
+        self.patience = 0.0
+        """For how many seconds after a batch the node lets the next one gather."""
+        self._sent = -math.inf
         self._pool = pool
         self._metrics = metrics
         self._silence_seconds = silence_seconds
@@ -68,6 +73,9 @@ class Outbox:
         try:
             await asyncio.sleep(0)  # what this turn of the loop brings goes together
             while self._pending:
+                if (wait := self._sent + self.patience - now()) > 0.0:
+                    await asyncio.sleep(wait)
+                self._sent = now()
                 await self._hand_over(EnvDeliver(self._pool, self.session, self._batch()))
         finally:
             self._task = None  # here, not in the callback: a reply put in between would wait for ever

@@ -66,6 +66,7 @@ class PoolShell:
         self._service.add(POOL_STATUS, self._status)
         self._peers: dict[str, Peer] = {}
         self._outboxes: dict[str, Outbox] = {}
+        self._patience: dict[str, float] = {}
         self._raised = RaisedLog(name)
         self._core: Pool | None = None
         self._timer: asyncio.Handle | None = None  # no TimerHandle from uvloop, where the time has come already
@@ -125,6 +126,9 @@ class PoolShell:
             raise RuntimeError(f"{self.name} has no way to answer {submit.node}: it was not connected")
         if not self._event(lambda core: core.submit(now(), submit.node, submit.session, submit.requests)):
             raise RuntimeError(f"{self.name} is not running")
+        self._patience[submit.node] = submit.patience
+        if submit.node in self._outboxes:
+            self._outboxes[submit.node].patience = submit.patience
         return Done()
 
     async def _status(self, request: PoolStatusRequest) -> PoolStatus:
@@ -209,6 +213,7 @@ class PoolShell:
                 silent=lambda: self._node_lost(command.node),
                 failed=self._fail,
             )
+            outbox.patience = self._patience.get(command.node, 0.0)
         outbox.put(command.reply)
 
     def _node_lost(self, node: str) -> None:

@@ -27,7 +27,7 @@ from learner.model import POLICY, full_tensors, load_model, meta_tensors, shard
 from learner.probe import draw_probe, score_probe, vocabulary_of
 from learner.reports import TrajectorySamples, record_step
 from learner.state import gather_state, restore_state
-from learner.trainer import NotFinite, StepStats, Trainer
+from learner.trainer import NotFinite, StepStats, Trainer, trainer_class
 from learner.world import alone, any_rank, from_first, join_world, leave_world, text_from_first, together
 from segue.clock import Compute, LogicalCompute, ThreadCompute, now
 from segue.config import Config
@@ -215,6 +215,7 @@ class LearnerShell:
         assert trainer is not None
         done = await self._train(trainer, batch)
         if self.rank == 0:
+            began = now()
             record_step(self._metrics, self.config.task.env, done)
             if self._samples is not None:
                 self._samples.write(batch)
@@ -222,10 +223,12 @@ class LearnerShell:
             seconds = {f"{phase}_seconds": value for phase, value in done.seconds.items()}
             report = TrainedReport(done.step, {**done.stats, **seconds, "wait_seconds": self._waited}, done.ages, cut=True)
             self._cut = (await self._ask(TRAINED, report)).cut
+            self._metrics.observe("segue_learner_step_seconds", now() - began, phase="report")
         every = self.config.checkpoint.every
         if trainer.step == self.config.steps or (every > 0 and trainer.step % every == 0):
             await self._checkpoint()
-        await self._publish()
+        if done.updated:
+            await self._publish()
 
     async def _train(self, trainer: Trainer, batch: PreparedBatch) -> StepStats:
         # On a logical clock the step's seconds pass after its work, all in one state: which phase took them is not known.
@@ -336,7 +339,7 @@ class LearnerShell:
         if self.rank == 0:
             self._tokenizer = tokenizer
             self._samples = TrajectorySamples(self._run_dir, self._tokenizer, config.seed, config.rollout.keep_trajectories)
-        trainer = Trainer({POLICY: model}, config, self.world)
+        trainer = trainer_class(config)({POLICY: model}, config, self.world)
         if checkpoint is not None:
             restore_state(trainer, checkpoint, self.rank)
         return trainer

@@ -19,7 +19,9 @@ from learner.diagnostics import OneRank, Reduce, TokenRecord, token_diagnostics
 from learner.losses import proximal_logprobs, token_loss
 from learner.model import POLICY, Models, PackedModel
 from learner.schedule import learning_rate
+from segue.by_path import load
 from segue.config import Config
+from segue.errors import UserError
 
 Array = np.ndarray[Any, Any]
 
@@ -30,12 +32,16 @@ class NotFinite(ArithmeticError):
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a step did: `stats` by name (see `learner.diagnostics`), `ages[a]` trained tokens of age a, seconds by phase."""
+    """What a step did: `stats` by name (see `learner.diagnostics`), `ages[a]` trained tokens of age a, seconds by phase.
+
+    `updated`: the weights are others now; where they are not, there is nothing to publish.
+    """
 
     step: int
     stats: dict[str, float]
     ages: list[int]
     seconds: dict[str, float]
+    updated: bool = True
 
 
 class TorchReduce:
@@ -67,6 +73,12 @@ class _Phases:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         self.enter(name)
+        with self.part(name):
+            yield
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Something inside a phase."""
         start = time.perf_counter()
         try:
             yield
@@ -120,7 +132,7 @@ class Trainer:
             with phases.phase("forward_backward"):
                 loss = 0.0
                 for micro, recomputed in zip(micros, proximal[index], strict=True):
-                    part, record = self._micro(micro, recomputed, index == 0, version)
+                    part, record = self._micro(phases, micro, recomputed, index == 0, version)
                     loss += part
                     records.append(record)
             with phases.phase("optimizer"):
@@ -153,11 +165,12 @@ class Trainer:
         return result
 
     def _micro(
-        self, micro: MicroBatch, recomputed: torch.Tensor | None, first: bool, version: int | None
+        self, phases: _Phases, micro: MicroBatch, recomputed: torch.Tensor | None, first: bool, version: int | None
     ) -> tuple[float, TokenRecord]:
         row = micro.row.to(self.policy.device)
         with torch.set_grad_enabled(micro.grad):
-            logprobs, entropy = self.policy(row)
+            with phases.part("forward"):
+                logprobs, entropy = self.policy(row)
             if len(row.targets) == 0:
                 loss, record = logprobs.sum(), _nothing()
             else:
@@ -181,7 +194,8 @@ class Trainer:
                 )
             if micro.grad:
                 # FSDP averages gradients over ranks; the scales are those of the whole step, so that the sum is wanted.
-                (loss * self.world).backward()
+                with phases.part("backward"):
+                    (loss * self.world).backward()
         return float(loss.detach()), record
 
     def _optimize(self) -> float:
@@ -196,6 +210,18 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return value
+
+
+def trainer_class(config: Config) -> type[Trainer]:
+    """The class that `learner.trainer` names. Raises `UserError`."""
+    path = config.learner.trainer
+    if path == "segue":
+        return Trainer
+    must_be = "it must be a subclass of learner.trainer.Trainer"
+    found = load(path, f"The trainer learner.trainer = {path!r}", must_be)
+    if not (isinstance(found, type) and issubclass(found, Trainer)):
+        raise UserError(f"learner.trainer = {path!r} is a {type(found).__name__}: {must_be}.")
+    return found
 
 
 def _numpy(tensor: torch.Tensor) -> Array:

@@ -56,6 +56,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._backend = _backend(tokenizer)
         self.name = str(getattr(tokenizer, "name_or_path", "") or "this model")
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
@@ -218,10 +219,17 @@ class ChatRenderer:
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        return self._ids(text, split=True)
 
     def _encode_template(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=False))
+        return self._ids(text, split=False)
+
+    def _ids(self, text: str, split: bool) -> list[int]:
+        """`split`: special tokens in it are ordinary text."""
+        if self._backend is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split))
+        self._backend.encode_special_tokens = split
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     # --- checks at start --------------------------------------------------------------------------------------------
 
@@ -297,6 +305,21 @@ class ChatRenderer:
             f"The chat template of {self.name} {what}, so that the tokens of a longer conversation do not begin with those of a "
             "shorter one and sampled ids cannot be kept: use an append-only template, for instance one that keeps <think> blocks."
         )
+
+
+def _backend(tokenizer: Any) -> Any:
+    """The tokenizers library's own object, where a tokenizer of transformers adds nothing to its ids; None where it may.
+
+    What transformers does around it for one short text takes several times as long as the text.
+    """
+    kind = type(tokenizer)
+    own = getattr(kind.encode, "__qualname__", ""), getattr(getattr(kind, "_encode_plus", None), "__qualname__", "")
+    if own != ("PreTrainedTokenizerBase.encode", "TokenizersBackend._encode_plus"):
+        return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # as transformers sees to at each call
+    backend.no_padding()
+    return backend
 
 
 def _written(ids: list[int], turn: int) -> TokenLog:

@@ -28,6 +28,8 @@ class Figures:
         }
         self._reported = self._discarded = 0
         self._reported_causes: dict[str, tuple[int, float]] = dict.fromkeys(ledger.prefilled, (0, 0.0))
+        self._reported_phases: dict[str, float] = {}
+        self._metrics = metrics
         self._read: tuple[object, ...] = ()
         self._figures: dict[str, float] = {}
 
@@ -45,6 +47,9 @@ class Figures:
         self._reported = engine.prefill_tokens
         self._unread.add(engine.discarded_tokens - self._discarded)
         self._discarded = engine.discarded_tokens
+        for phase, spent in engine.phases.items():
+            self._metrics.add("segue_engine_seconds_total", spent - self._reported_phases.get(phase, 0.0), phase=phase)
+        self._reported_phases = engine.phases
         self._running.set(engine.running)
         self._episodes.set(episodes)
         self._waiting.set(engine.waiting)

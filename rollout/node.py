@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rollout.chat import ChatRenderer
 from rollout.departed import Departed
-from rollout.envclient import EnvClient
+from rollout.envclient import PATIENCE_SECONDS, EnvClient
 from rollout.figures import Figures
 from rollout.gate import Gate
 from rollout.ledger import Ledger
@@ -99,7 +99,7 @@ class NodeShell:
         self._tasks = Tasks(self._died)
         self._gate = Gate()
         self._ledger = Ledger()
-        self._env = EnvClient(name, config.envpool, metrics, self._tasks.spawn)
+        self._env = EnvClient(name, config.envpool, metrics, self._tasks.spawn, self._patience)
         self._updater = Updater(
             name,
             engine,
@@ -335,6 +335,10 @@ class NodeShell:
             loop.drop(reason)
 
     # --- what loops need --------------------------------------------------------------------------------------------
+
+    def _patience(self) -> float:
+        """An environment's answer that comes now would only wait for a slot if other requests do."""
+        return PATIENCE_SECONDS if self._engine.counts().waiting else 0.0
 
     def _emit(self, event: NodeEvent, urgent: bool) -> None:
         outbox, exchange = self._outbox, self._exchange

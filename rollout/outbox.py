@@ -299,6 +299,7 @@ class ExchangeLoop:
         """One attempt. True if the session is over."""
         outbox = self._outbox
         exchange = outbox.take(now(), self._orders_seen(), self._counts())
+        began = now()
         try:
             reply = await ask(self._peer, EXCHANGE, exchange, timeout)
         except PeerTimeout:
@@ -313,6 +314,7 @@ class ExchangeLoop:
             self._metrics.add("segue_rpc_failures_total", reason="error")
             await asyncio.sleep(min(timeout, outbox.timeout / 3))
             return False
+        self._metrics.observe("segue_exchange_seconds", now() - began)
         settled = outbox.replied(reply, now())
         if settled is None:
             self._metrics.add("segue_messages_refused_total", reason="unexpected")

@@ -31,6 +31,7 @@ from segue.errors import RunFailed, UserError
 
 CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
 EVALS = "evals.json"
+STACKS = "profile"
 CHECKPOINT_COMPLETE, SCHEDULER_CUT = "COMPLETE", "scheduler.cut"
 _FOLDERS = ("metrics/targets", "journal", "queue", "checkpoints", "logs", "trajectories")
 
@@ -211,7 +212,7 @@ class RunDir:
 
     def _clear(self) -> None:
         """Remove all that a run leaves behind; what is not ours stays."""
-        for folder in {name.partition("/")[0] for name in _FOLDERS}:
+        for folder in {name.partition("/")[0] for name in (*_FOLDERS, STACKS)}:
             shutil.rmtree(self.path / folder, ignore_errors=True)
         for name in (CONFIG, METRICS, SUMMARY, ATTEMPTS, EVALS):
             (self.path / name).unlink(missing_ok=True)
@@ -348,6 +349,10 @@ class RunDir:
     def log_of(self, process: str) -> Path:
         """The log of a process by its name, for instance "rollout-0"."""
         return self.logs / f"{process}.log"
+
+    def stacks_of(self, process: str) -> Path:
+        """Where a process that samples its stacks (`segue.stacks`) writes what it found."""
+        return self.path / STACKS / f"{process}.json"
 
     @property
     def checkpoints(self) -> Path:

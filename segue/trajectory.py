@@ -80,8 +80,8 @@ class TokenLog(msgspec.Struct, frozen=True):
             raise ValueError(f"segments cover {covered} of {n} tokens")
 
     def validate(self) -> None:
-        """Raises ValueError: what `check_lengths` finds; a sampled token that lacks its log-probability or version, a forced one
-        that has them; a negative id."""
+        """Raises ValueError: what `check_lengths` finds, a sampled token without log-probability or version, a forced one that
+        has them, a negative id."""
         self.check_lengths()
         n = len(self.tokens)
         if np.count_nonzero(self.tokens < 0):

@@ -72,11 +72,14 @@ _Body.kind = "DeltaBody"
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What a batch holds. `stats` have the names of learner.batches; `ages[a]` counts trained tokens of age a."""
+    """What a batch holds. `stats` have the names of learner.batches; `ages[a]` counts trained tokens of age a; `starts` are the
+    ages of the trajectories' first sampled tokens, trained or not, and `longest` is the most sampled tokens of one."""
 
     tokens: int
     ages: list[int]
     stats: dict[str, float]
+    starts: list[int]
+    longest: int
 
 
 def read_batch(batch: Batch, config: Config) -> Work:
@@ -86,6 +89,7 @@ def read_batch(batch: Batch, config: Config) -> Work:
     ages: Counter[int] = Counter()
     generated: list[int] = []
     trained: list[int] = []
+    starts: list[int] = []
     mixed = outcome_masked = 0
     rewards: list[float] = []
     for member in (member for group in batch.groups for member in group.members):
@@ -97,6 +101,7 @@ def read_batch(batch: Batch, config: Config) -> Work:
         keep = keep_mask(age, mask, rule.max_age, rule.over_age) if valid else np.zeros_like(mask)
         assert_bound(age, keep, rule.max_age, rule.over_age)
         sampled, kept = int(mask.sum()), int(keep.sum())
+        starts.append(int(age[int(np.argmax(mask))]))
         ages.update(dict(enumerate(np.bincount(age[keep == 1]).tolist())))
         tokens += len(mask)
         generated.append(sampled)
@@ -118,7 +123,7 @@ def read_batch(batch: Batch, config: Config) -> Work:
         "length_generated": sum(generated) / max(1, len(generated)),
         "length_trained": sum(trained) / max(1, trains),
     }
-    return Work(tokens, [ages[a] for a in range(max(ages, default=-1) + 1)], stats)
+    return Work(tokens, [ages[a] for a in range(max(ages, default=-1) + 1)], stats, starts, max(generated, default=0))
 
 
 class ModelledLearner:

@@ -19,7 +19,7 @@ import msgspec
 from benchmarks.figures import Efficiency, Figures, Window, figures_of
 from benchmarks.virtual.learner import Work
 from benchmarks.virtual.scenario import World
-from benchmarks.virtual.world import Ran, play
+from benchmarks.virtual.world import Ran, Wrap, play
 from benchmarks.watched import grown
 from segue.config.root import resolve
 
@@ -27,11 +27,14 @@ _FILLS = 2
 """How many times the loops are filled anew inside the window of the generation ceiling."""
 
 
-def measure(world: World, *, ceilings: bool = True, window: Window | None = None) -> tuple[Figures, Ran]:
-    """Play a scenario. Raises `UserError` when it has too few steps for a steady state, `RunFailed` when the run fails."""
+def measure(
+    world: World, *, ceilings: bool = True, window: Window | None = None, wrap: Wrap | None = None
+) -> tuple[Figures, Ran]:
+    """Play a scenario; `wrap` as in `play`. Raises `UserError` when it has too few steps for a steady state, `RunFailed` when the
+    run fails."""
     config = world.config
     window = window or Window.of(config.steps, config.staleness.max_age)
-    ran = play(world, (window.warm, window.last))
+    ran = play(world, (window.warm, window.last), wrap=wrap)
     unit = world.scenario.unit
     figures = figures_of(
         ran.lines,

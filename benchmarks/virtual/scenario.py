@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.virtual.distributions import Distribution
+from benchmarks.virtual.published import Published
 from segue.config import Config
 from segue.config.root import resolve
 from segue.errors import UserError
@@ -90,6 +91,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     source, assumptions  where the numbers are from, and what the source leaves open
     unit                 tokens that one modelled token stands for: lengths are rounded to it, costs are not
+    paper                the published figures that it stands for, if any (benchmarks/paper.py)
     """
 
     name: str
@@ -103,6 +105,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workload: WorkloadModel = WorkloadModel()
     learner: LearnerModel = LearnerModel()
     weights: WeightsModel = WeightsModel()
+    paper: Published | None = None
 
 
 class World(msgspec.Struct, frozen=True):
@@ -139,6 +142,8 @@ def build_world(data: Mapping[str, Any], where: str, folder: Path = Path()) -> W
         key = at.strip("`").removeprefix("$").removeprefix(".")
         raise UserError(f"{where} {f'sets {key}' if key else 'is incomplete'} ({what.replace('`', '')}): correct it.") from None
     _check_numbers(scenario, where)
+    if scenario.paper is not None and (fault := scenario.paper.fault()):
+        raise UserError(f"{where} {fault}.")
     values: dict[str, tuple[float, ...]] = {}
     for name, spec in distributions(scenario):
         if fault := spec.fault():

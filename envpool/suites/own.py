@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
 from envpool.environment import Suite
+from segue.by_path import load
 from segue.errors import UserError
-from segue.suite_path import extend_path, folders
 from segue.users_code import described
 
 MUST_BE = "it must be a function of one dict, the [task.args] table, that returns a Suite (envpool/environment.py)"
@@ -16,7 +15,7 @@ MUST_BE = "it must be a function of one dict, the [task.args] table, that return
 
 def load_own(name: str, args: dict[str, Any]) -> Suite:
     """The suite that "module:function" makes from `[task.args]`. Raises UserError."""
-    build = _function(name)
+    build = load(name, f"The environment suite task.env = {name!r}", MUST_BE)
     _check_takes_one(name, build)
     try:
         suite = build(args)
@@ -35,28 +34,6 @@ def load_own(name: str, args: dict[str, Any]) -> Suite:
 def lacks(suite: Any, method: str) -> bool:
     """Whether a suite has no such method of its own; one that is inherited from the protocol does nothing."""
     return not callable(getattr(suite, method, None)) or getattr(type(suite), method, None) is getattr(Suite, method)
-
-
-def _function(name: str) -> Any:
-    module_name, _, function = name.partition(":")
-    refused = f"The environment suite task.env = {name!r} cannot be imported"
-    extend_path()
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(f"{refused} ({described(error)}): install what it needs.") from error
-        looked = ", ".join([*folders(), "the installed packages"])
-        raise UserError(
-            f"{refused} (no module {error.name!r} in {looked}): check its name, or put it into one of these."
-        ) from None
-    except Exception as error:
-        raise UserError(f"{refused} ({described(error)}): check its name and mend it.") from error
-    build = getattr(module, function, None)
-    if not callable(build):
-        what = f"{function!r} in it is no function" if hasattr(module, function) else f"has no {function!r}"
-        raise UserError(f"{refused} ({getattr(module, '__file__', module_name)} was found, but {what}): {MUST_BE}.")
-    return build
 
 
 def _check_takes_one(name: str, build: Any) -> None:

@@ -49,7 +49,7 @@ class Control:
                 await self._watched.run(lambda: runner.load(version, bindings), 0.0)
             except BaseException as error:  # a cancelled wait leaves half-changed weights behind just as a failed copy does
                 self._half_loaded(version, error)
-        self._meter.control_seconds += now() - started
+        self._loaded(started)
 
     async def load_arriving(self, runner: Runner, weights: ArrivingWeights) -> None:
         """The same, bucket by bucket; what the transfer raises before the first one is passed on."""
@@ -62,7 +62,7 @@ class Control:
                     changed = True
                     started = now()
                     await self._watched.run(partial(runner.write, bindings), 0.0)
-                    self._meter.control_seconds += now() - started
+                    self._loaded(started)
                     del tensors, bindings
             except BaseException as error:
                 if changed:
@@ -76,8 +76,13 @@ class Control:
             started = now()
             logprobs: list[float] = await self._watched.run(lambda: runner.score(tokens), cost)
         self._meter.control_seconds += now() - started
+        self._meter.spent("score", now() - started)
         self._meter.scored_tokens += len(tokens)
         return logprobs
+
+    def _loaded(self, started: float) -> None:
+        self._meter.control_seconds += now() - started
+        self._meter.spent("load", now() - started)
 
     def _half_loaded(self, version: int, error: BaseException) -> NoReturn:
         dead = EngineDead(f"loading version {version} ended half way: {type(error).__name__}: {error}")

@@ -20,11 +20,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from time import perf_counter
 from typing import Any
 
 from rollout.embedded.control import Control
 from rollout.embedded.meter import Meter
-from rollout.embedded.runner import DecodeBatch, Runner
+from rollout.embedded.runner import DecodeBatch, Decoded, Runner
 from rollout.embedded.sequence import Sequence
 from rollout.embedded.slots import KEEP_STEPS, SlotPolicy
 from rollout.embedded.support import open_runner, open_tokenizer
@@ -343,7 +344,7 @@ class EmbeddedEngine:
         return len(self._waiting) >= self._admit_batch or self._steps_waited >= self._admit_steps
 
     async def _admit(self) -> None:
-        runner = self._check()
+        runner, began = self._check(), perf_counter()
         self._steps_waited = 0
         plan = self._policy.admit(self._waiting, self._version)
         assert plan.placements
@@ -356,29 +357,48 @@ class EmbeddedEngine:
         self._meter.prefill_tokens += prefilled
         self._meter.cached_tokens += sum(p.cached for p in plan.placements)
         if prefilled or any(p.source != p.slot.row for p in plan.placements):
-            started = now()
-            await self._watched.run(lambda: runner.admit(plan.placements), prefilled * self._prefill_cost)
+            started, planned = now(), perf_counter()
+            self._meter.spent("book", planned - began)
+
+            def admit() -> float:
+                entered = perf_counter()
+                runner.admit(plan.placements)
+                return perf_counter() - entered
+
+            computing = await self._watched.run(admit, prefilled * self._prefill_cost)
             self._meter.prefill_seconds += now() - started
+            self._meter.spent("prefill", computing)
+            self._meter.spent("hand_over", perf_counter() - planned - computing)
 
     async def _decode(self) -> None:
-        runner, batch = self._check(), self._batch
+        runner, batch, began = self._check(), self._batch, perf_counter()
         moves: list[tuple[int, int, int]] = []
         if batch is None:
             moves = self._policy.compact()
             batch = self._batch = runner.batch(self._policy.rows())
         noise = batch.uniform()
-        started = now()
+        started, ready = now(), perf_counter()
 
-        def step() -> tuple[list[int], list[float], int]:
+        def step() -> Decoded:
             if moves:
                 runner.move(moves)
-            result: tuple[list[int], list[float], int] = runner.decode(batch, noise)
+            result: Decoded = runner.decode(batch, noise)
             return result
 
-        tokens, logprobs, version = await self._watched.run(step, self._decode_cost)
+        done = await self._watched.run(step, self._decode_cost)
+        back = perf_counter()
         self._meter.decode_seconds += now() - started
+        self._deliver(batch, done)
+        self._meter.spent("forward", done.forward_seconds)
+        self._meter.spent("sample", done.sample_seconds)
+        self._meter.spent("hand_over", back - ready - done.forward_seconds - done.sample_seconds)
+        self._meter.spent("book", ready - began + perf_counter() - back)
+
+    def _deliver(self, batch: DecodeBatch, done: Decoded) -> None:
+        """A step's tokens go to their sequences."""
+        version = done.version
         self._policy.stepped()
-        for sequence, token, logprob in zip(batch.rows, tokens, logprobs, strict=True):
+        for sequence, token, logprob in zip(batch.rows, done.tokens, done.logprobs, strict=True):
             if sequence is None or sequence.finished is not None:
                 continue
             if not math.isfinite(logprob):

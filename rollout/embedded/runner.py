@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,17 @@ PADDING_TOKENS = 64
 """A row that would add more padding than this to a prefill pass starts another: a pass costs about as much."""
 SCORE_ROWS = 64
 """Positions that one pass scores: more would only hold more logits at a time."""
+
+
+class Decoded(NamedTuple):
+    """What a decode step gave, row by row: tokens, log-probabilities (nats); the version of the weights that gave them; and the
+    seconds it took."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    version: int
+    forward_seconds: float
+    sample_seconds: float
 
 
 class DecodeBatch:
@@ -73,13 +85,16 @@ class Runner:
         return DecodeBatch(rows, self._trash, self._device)
 
     @torch.inference_mode()
-    def decode(self, batch: DecodeBatch, noise: torch.Tensor) -> tuple[list[int], list[float], int]:
-        """One token for each row: tokens, log-probabilities (nats), and the version of the weights that gave them."""
+    def decode(self, batch: DecodeBatch, noise: torch.Tensor) -> Decoded:
+        """One token for each row."""
+        began = perf_counter()
         step = Step(batch.slots, batch.positions, batch.columns, batch.length, first=0)
         logits = self._logits(step, batch.ids, batch.positions, self.cache)
+        computed = perf_counter()
         tokens, logprobs = sample(logits, batch.temperature, batch.greedy, noise)
         batch.advance(tokens)
-        return tokens.tolist(), logprobs.tolist(), self.version
+        drawn, said = tokens.tolist(), logprobs.tolist()  # on a GPU this is where the host waits
+        return Decoded(drawn, said, self.version, computed - began, perf_counter() - computed)
 
     def _logits(self, step: Step, ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache) -> torch.Tensor:
         """Logits [N, V] after one more token of each row."""

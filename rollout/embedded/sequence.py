@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.embedded.sampler import uniforms
+from rollout.embedded.sampler import stream_of, uniform
 from rollout.sampled import Sampled
 from segue.ports.engine import Admission, FinishReason, GenerateRequest
 
@@ -19,7 +19,7 @@ class Sequence(Sampled):
     slot        where its KV is while it decodes; None while it waits
     """
 
-    __slots__ = ("_limit", "_noise", "_stop_tokens", "forgotten", "lineage", "slot")
+    __slots__ = ("_limit", "_stop_tokens", "_stream", "forgotten", "lineage", "slot")
 
     def __init__(self, request: GenerateRequest, arrival: int) -> None:
         super().__init__(request, arrival)
@@ -28,11 +28,14 @@ class Sequence(Sampled):
         self.forgotten = False
         self._limit = len(request.tokens) + request.max_tokens
         self._stop_tokens = frozenset(request.stop_tokens)
-        self._noise = uniforms(request.seed, request.offset, request.max_tokens) if request.temperature > 0.0 else None
+        self._stream = stream_of(request.seed) if request.temperature > 0.0 else None
 
     def noise(self) -> float:
         """The uniform number of the next token; any number for a greedy one."""
-        return 0.5 if self._noise is None else self._noise[len(self.tokens) - len(self.request.tokens)]
+        if self._stream is None:
+            return 0.5
+        request = self.request
+        return uniform(self._stream, request.offset + len(self.tokens) - len(request.tokens))
 
     def admitted(self, admission: Admission, kv_version: int) -> None:
         """It got a slot whose KV is of `kv_version`."""

@@ -23,6 +23,7 @@ from segue import wire
 from segue.cluster.actor import RoleActor
 from segue.cluster.child import Job, run_job
 from segue.cluster.controller import Controller
+from segue.cluster.cores import pin
 from segue.cluster.peers import RayPeer
 from segue.cluster.ports import free_port
 from segue.cluster.ray_cluster import RayCluster, create_actor
@@ -106,6 +107,7 @@ class Driver:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupted.set)
+        pin(os.getpid(), self._config.cluster.cores, "cluster.cores")  # Ray, and the roles that name none, inherit them
         self._say("starting Ray and the roles")
         began = loop.time()
         cluster = RayCluster(self._config, self._job.scratch)

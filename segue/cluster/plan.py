@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from segue import __version__
+from segue.cluster.cores import cores_text
 from segue.config import Config
 
 
@@ -28,6 +29,7 @@ def plan_lines(config: Config, source: str, run: Path, model: str, serial: bool 
 def _process_lines(config: Config) -> list[str]:
     rollout, learner, pool = config.rollout, config.learner, config.envpool
     low, high = config.cluster.ports
+    cores = cores_text(config)
     return [
         "  scheduler 1 process",
         f"  envpool   {pool.pools} × {pool.workers} worker processes, up to {pool.instances} environments each",
@@ -35,6 +37,7 @@ def _process_lines(config: Config) -> list[str]:
         f"{rollout.threads} thread(s), {_device(rollout.gpus)}",
         f"  learner   {learner.ranks} rank(s), {learner.threads} thread(s), {_device(learner.gpus)}; {_learning(config)}",
         f"  weights   {config.weightsync.backend} broadcast; ports {low}-{high} on {config.cluster.interface}",
+        *([f"  cores     {cores}"] if cores else []),
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from envpool.environment import Split
 from envpool.suites import load_suite
 from rollout.vllm.arguments import check_arguments
+from segue.cluster.cores import check_cores
 from segue.cluster.devices import with_devices
 from segue.cluster.models import beside, check_model, found_model, make_model
 from segue.cluster.own_suite import try_suite
@@ -52,6 +53,7 @@ def prepare(config_path: Path, overrides: list[str], run_path: Path | None, resu
         _check_serial(config)
     else:
         check_ports(config)
+        check_cores(config)
     now = datetime.now()
     checkpoint, again, changes = None, False, ""
     if resume:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from segue.build import git_sha
 from segue.clock import Compute, LogicalCompute, ThreadCompute
+from segue.cluster.cores import cores_of, key_of, pin
+from segue.cluster.own_parts import own_engine
 from segue.cluster.roles import Facts, Role, RoleSpec
 from segue.config import Config
 from segue.config.root import resolve
@@ -28,6 +30,7 @@ from segue.metrics.heartbeat import Heartbeat, LoopMonitor
 from segue.metrics.states import Clock
 from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
 from segue.rundir import SCHEDULER_CUT, RunDir
+from segue.stacks import StackSampler
 
 if TYPE_CHECKING:
     from segue.ports.engine import Engine
@@ -65,6 +68,7 @@ class Host:
     monitor: LoopMonitor | None = None
     exporters: list[Exporter] = field(default_factory=list)
     log: ProcessLog | None = None
+    stacks: StackSampler | None = None
 
     async def start(self) -> None:
         """Start the role: vLLM with it, which takes a minute."""
@@ -78,6 +82,8 @@ class Host:
         """The role's work, once all roles have started. State clocks begin now: setting up is neither work nor idleness."""
         for clock in self.clocks.values():
             clock.restart()
+        if self.stacks is not None:
+            self.stacks.section("run")
         await self.role.run()
 
     async def stop(self) -> None:
@@ -91,6 +97,8 @@ class Host:
                 exporter.close()
             for compute in self.computes:
                 compute.close()
+            if self.stacks is not None:
+                self.stacks.close()
             if self.log is not None:
                 self.log.close()
 
@@ -111,7 +119,13 @@ async def build_host(spec: RoleSpec, place: Place | None = None) -> Host:
     alone = place is None
     place = place or Place(asyncio.get_running_loop().time, attempt=spec.attempt)
     config = config_of(spec)
+    if alone:
+        pin(os.getpid(), cores_of(config, spec.role, spec.rank), key_of(config, spec.role))
+    stacks = None
+    if alone and config.cluster.sample_stacks:
+        stacks = StackSampler(RunDir(Path(spec.run_dir)).stacks_of(spec.name), "start")
     host = _BUILDERS[spec.role](spec, config, place)
+    host.stacks = stacks
     if alone:
         _expose(host)
     return host
@@ -254,6 +268,8 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
             start_seconds=0.9 * config.cluster.start_seconds,  # it knows what it lacks: it should speak before the driver
             staged=config.weightsync.staging != "none",
         )
+    if rollout.own_engine:
+        return own_engine(config, node=spec.name, model_path=spec.model_path, device=device, compute=compute, tokenizer=tokenizer)
     from rollout.embedded import EmbeddedEngine
 
     return EmbeddedEngine(

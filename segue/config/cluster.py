@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from segue.config.cores import Cores
 from segue.config.section import Section
 
 
@@ -24,8 +25,14 @@ class ClusterConfig(Section):
     """Deadline of their stop; then they are killed."""
     silence_seconds: float = Field(30.0, gt=0.0)
     """A process that does not answer for this long ends the run with a sentence."""
+    cores: Cores = []
+    """CPU cores (`[0, 1]`) of the driver, of Ray's own processes, and of every role that names none of its own; `[]`: all. Cores
+    are those of the machine that a process is on."""
     object_store_bytes: int = Field(100 << 20, ge=80 << 20)
     """Ray's object store."""
+    sample_stacks: bool = False
+    """Sample the stacks of each role's process, and write at its end into which functions its CPU time went:
+    `RUN/profile/<role>-<rank>.json` (`segue bench profile --functions`)."""
 
     @field_validator("ports")
     @classmethod

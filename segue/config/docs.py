@@ -96,6 +96,8 @@ def _kind(annotation: Any) -> str:
     if origin is tuple:
         inner = [argument for argument in arguments if argument is not Ellipsis]
         return f"list of {_kind(inner[0])}" if len(inner) == 1 else f"[{', '.join(map(_kind, inner))}]"
+    if origin is list:
+        return f"list of {_kind(arguments[0])}"
     if origin is dict:
         return "table"
     return {int: "integer", float: "number", str: "string", bool: "`true`, `false`"}[annotation]

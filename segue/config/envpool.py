@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from segue.config.cores import CoresEach
 from segue.config.section import Section
 
 
@@ -20,6 +21,8 @@ class EnvPoolConfig(Section):
     """Worker processes per pool."""
     instances: int = Field(32, ge=1)
     """Environment instances per worker; 1 isolates them."""
+    cores: CoresEach = ()
+    """CPU cores of each pool and its workers, a list per pool. Left out: those of `cluster.cores`."""
     create_seconds: float = Field(30.0, gt=0.0)
     """Deadline of building an environment."""
     reset_seconds: float = Field(30.0, gt=0.0)

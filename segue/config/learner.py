@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from segue.config.cores import CoresEach
+from segue.config.own import own_or
 from segue.config.section import Section, Seed
 
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -54,6 +56,10 @@ class LearnerConfig(Section):
     """Learner ranks, a process each; they shard the model."""
     threads: int = Field(1, ge=1)
     """torch threads per rank."""
+    cores: CoresEach = ()
+    """CPU cores of each rank, a list per rank. Left out: those of `cluster.cores`."""
+    trainer: str = "segue"
+    """What makes a step of a batch: `segue`, or a subclass of `learner.trainer.Trainer` of your own, as `module:Class`."""
     gpus: float = Field(0.0, ge=0.0)
     """GPUs per rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -103,6 +109,11 @@ class LearnerConfig(Section):
     """Tokens whose logits are held at once."""
     batch_wait_seconds: float = Field(0.0, ge=0.0)
     """A learner that gets no batch for this long ends the run with a sentence; 0 means `rollout.wall_seconds` + 300."""
+
+    @field_validator("trainer")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return own_or(("segue",), value)
 
 
 class CheckpointConfig(Section):

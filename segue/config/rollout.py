@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from segue.config.cores import CoresEach
+from segue.config.own import own_or
 from segue.config.section import Section
 
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
@@ -18,17 +20,20 @@ class RolloutConfig(Section):
 
     nodes: int = Field(2, ge=1)
     """Rollout nodes, a process each."""
-    engine: Literal["embedded", "vllm"] = "embedded"
-    """`embedded`: torch, in the node; `vllm`: vLLM, for models and loads beyond a laptop's."""
+    engine: str = "embedded"
+    """`embedded`: torch, in the node; `vllm`: vLLM, for models and loads beyond a laptop's; or one of your own, as
+    `module:function` (`segue.cluster.own_parts`)."""
     engine_args: dict[str, Any] = {}
     """Engine arguments of vLLM, such as `tensor_parallel_size` or `kv_cache_memory_bytes`, by vLLM's own names. Those that follow
-    from other keys cannot be set here."""
+    from other keys cannot be set here. An engine of your own gets them as they are."""
     slots: int = Field(32, ge=1)
     """Sequences decoded at once."""
     max_episodes: int = Field(48, ge=1)
     """Episode loops per node, those waiting for an environment included."""
     threads: int = Field(1, ge=1)
     """torch threads per node."""
+    cores: CoresEach = ()
+    """CPU cores of each node, a list per node: `[[0, 1], [2, 3]]`. Left out: those of `cluster.cores`."""
     gpus: float = Field(0.0, ge=0.0)
     """GPUs per node."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -49,6 +54,16 @@ class RolloutConfig(Section):
     """Tokens of one lease, after which an episode may be parked; 0 for no limit."""
     keep_trajectories: int = Field(32, ge=0)
     """Newest trained trajectories kept for reading, one per step."""
+
+    @field_validator("engine")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return own_or(("embedded", "vllm"), value)
+
+    @property
+    def own_engine(self) -> bool:
+        """Whether the engine is the user's."""
+        return ":" in self.engine
 
     @property
     def ranks(self) -> int:

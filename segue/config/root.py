@@ -171,6 +171,7 @@ _KINDS = {
     "float": "a number",
     "bool": "true or false",
     "string": "a text (in quotes)",
+    "list": "a list (in brackets)",
     "tuple": "a list (in brackets)",
     "dict": "a table",
     "model": "a table",
@@ -311,7 +312,14 @@ def _check(config: Config, where: str) -> None:
             f"sets rollout.max_turn_tokens = {rollout.max_turn_tokens}, not below rollout.max_tokens = "
             f"{rollout.max_tokens}: lower it."
         )
-    if rollout.engine_args and rollout.engine != "vllm":
+    for name, threads, lists in (("rollout", rollout.threads, rollout.cores), ("learner", learner.threads, learner.cores)):
+        least = min((len(cores) for cores in lists), default=threads)
+        if threads > least:
+            refuse(
+                f"sets {name}.threads = {threads} above the {least} of one list of {name}.cores, and threads on one core "
+                f"wait for one another: lower {name}.threads or name more cores."
+            )
+    if rollout.engine_args and rollout.engine == "embedded":
         refuse(
             f"sets rollout.engine_args with rollout.engine = '{rollout.engine}', which takes none: leave them out, or set "
             "rollout.engine = 'vllm'."

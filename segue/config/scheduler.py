@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from segue.config.cores import Cores
 from segue.config.section import Section
 
 
@@ -107,6 +108,8 @@ class SchedulerConfig(Section):
 
     lease_seconds: float = Field(15.0, gt=0.0)
     """A lease ends this long after the last exchange with its node."""
+    cores: Cores = []
+    """CPU cores of the scheduler; `[]`: those of `cluster.cores`."""
     messages_per_second: float = Field(500.0, gt=0.0)
     """Calls between the scheduler and all others together; with more nodes each one's reports and orders gather longer."""
     affinity: bool = True

@@ -242,6 +242,16 @@ _ROLLOUT = (
         "Sampled tokens thrown away before the scheduler accepted them.",
         Label("reason", words.DISCARD_REASONS),
     ),
+    _counter(
+        "segue_engine_seconds_total",
+        "seconds",
+        ("rollout",),
+        "What the embedded engine's time went into; 0 with other engines. A decode step: forward + sample + book + hand_over.",
+        Label("phase", words.ENGINE_PHASES),
+    ),
+    _histogram(
+        "segue_exchange_seconds", "seconds", ("rollout",), CALL_SECONDS, "Exchanges with the scheduler, from sending to reply."
+    ),
     _gauge("segue_requests_running", "requests", ("rollout",), "Requests in an engine slot now."),
     _gauge("segue_episodes_running", "episodes", ("rollout",), "Episode loops of this node, those waiting included."),
     _histogram(

@@ -98,7 +98,24 @@ COALESCE_REASONS = ("reprefill", "busy")
 ran."""
 
 SYNC_PHASES = ("gather", "transfer", "stage", "drain", "pause", "load", "probe", "resume")
-LEARNER_PHASES = ("wait_batch", "prepare", "proximal", "forward_backward", "optimizer", "publish", "checkpoint")
+LEARNER_PHASES = (
+    "wait_batch",
+    "prepare",
+    "proximal",
+    "forward_backward",
+    "forward",
+    "backward",
+    "optimizer",
+    "report",
+    "publish",
+    "checkpoint",
+)
+"""`forward` and `backward` are parts of `forward_backward` (the rest of it: losses, and what diagnostics need). `report`: the
+step is told to the scheduler, which acknowledges it, and a sampled trajectory is written."""
+ENGINE_PHASES = ("prefill", "forward", "sample", "book", "hand_over", "load", "score")
+"""Of the embedded engine. `prefill`: contexts are computed. A decode step is `forward`, `sample` and `book` (on the event loop:
+who decodes, noise, tokens to their requests). `hand_over`: thread and event loop wait for each other, at each step and prefill.
+`load`, `score`: inside an update's pause."""
 MASK_REASONS = ("age",)
 ENV_FAILURE_REASONS = ("error", "timeout", "worker_died", "worker_killed", "restore", "seed", "capacity", "unknown", "refused")
 """Groups of the pool's own finer reasons (`envpool.commands.Reason`), which its status has one by one."""

@@ -100,6 +100,7 @@ class EngineCounts(msgspec.Struct, frozen=True):
     `scored_tokens` are those that `score` was asked about; they are in none of the other token counts. `discarded_tokens` are in
     `decode_tokens` and reached nobody: sampled beyond a stop string, or for a consumer that was gone. `unclaimed_tokens` of the
     prefilled ones are in no chunk: they were computed for a request after its last chunk, before it was gone from the engine.
+    `phases` are seconds by `segue.metrics.vocabulary.ENGINE_PHASES`, where an engine measures them.
     """
 
     prefill_tokens: int
@@ -115,6 +116,7 @@ class EngineCounts(msgspec.Struct, frozen=True):
     scored_tokens: int = 0
     discarded_tokens: int = 0
     unclaimed_tokens: int = 0
+    phases: dict[str, float] = {}
 
 
 class EngineDead(Exception):

@@ -149,11 +149,12 @@ EnvReply = Created | Stepped | EnvFailed
 
 
 class EnvSubmit(Message, frozen=True):
-    """Requests of one node, in order."""
+    """Requests of one node, in order. Replies to it may gather for `patience` seconds, counted from the last ones sent."""
 
     node: str
     session: int
     requests: list[EnvRequest]
+    patience: float = 0.0
 
 
 class EnvDeliver(Message, frozen=True):

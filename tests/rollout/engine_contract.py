@@ -549,7 +549,7 @@ class EngineContract:
                 close(await engine.score(tokens), reference_logprobs(harness.reference(0), tokens, 1))
             after = engine.counts()
             assert after.scored_tokens - before.scored_tokens == sum(lengths)
-            apart = {"scored_tokens": before.scored_tokens, "busy_seconds": before.busy_seconds}
+            apart = {name: getattr(before, name) for name in ("scored_tokens", "busy_seconds", "phases")}
             assert msgspec.structs.replace(after, **apart) == before
             await engine.resume(epoch)
             for consumer in consumers:

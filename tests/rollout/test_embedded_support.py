@@ -93,7 +93,7 @@ def worst_gap(kind: str, options: dict[str, Any], dtype: torch.dtype) -> float:
             given.append((late, []))
             rows = [*rows, None, late]
             batch = runner.batch(rows)
-        tokens, logprobs, _ = runner.decode(batch, batch.uniform())
+        tokens, logprobs, *_ = runner.decode(batch, batch.uniform())
         for s, token, logprob in zip(rows, tokens, logprobs, strict=True):
             if s is not None:
                 s.append(token, logprob, 0)

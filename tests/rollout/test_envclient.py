@@ -25,11 +25,11 @@ TASK = Task("t", "talk", 1, {"turns": 100})
 class Client:
     """A client with `pools` fake pools behind lines."""
 
-    def __init__(self, pools: int = 1, latency: float = 0.05) -> None:
+    def __init__(self, pools: int = 1, latency: float = 0.05, patience: Callable[[], float] = lambda: 0.0) -> None:
         self.metrics = Metrics("rollout", "0", envs=("talk",))
         self.deaths: list[BaseException] = []
         self.tasks = Tasks(lambda name, error: self.deaths.append(error))
-        self.client = EnvClient("rollout-0", EnvPoolConfig(step_seconds=10.0), self.metrics, self.tasks.spawn)
+        self.client = EnvClient("rollout-0", EnvPoolConfig(step_seconds=10.0), self.metrics, self.tasks.spawn, patience)
         self.client.begin(1)
         self.pools = [FakePool(f"envpool-{i}", latency) for i in range(pools)]
         self.lines = [Line(pool.name, pool.service.handle) for pool in self.pools]
@@ -63,6 +63,35 @@ def virtual(body: Callable[[], Awaitable[None]]) -> Callable[[], None]:
 
     inner.__name__, inner.__doc__ = body.__name__, body.__doc__
     return inner
+
+
+@virtual
+async def test_calls_gather_while_their_answers_would_only_wait() -> None:
+    patience = [0.5]
+    c = Client(latency=0.0, patience=lambda: patience[0])
+    began = now()
+    await c.create(0)
+    assert now() == began  # nothing was sent shortly before: the first call goes at once
+    waiting = [c.create(1)]
+    await asyncio.sleep(0.3)
+    waiting += [c.create(2), c.create(3)]
+    await asyncio.gather(*waiting)
+    assert now() == began + 0.5 and [len(s.requests) for s in c.pools[0].submits] == [1, 3]
+    assert [s.patience for s in c.pools[0].submits] == [0.5, 0.5]
+    patience[0] = 0.0
+    await c.create(4)
+    assert now() == began + 0.5 and c.pools[0].submits[-1].patience == 0.0
+
+
+@virtual
+async def test_what_is_dropped_while_calls_gather_is_asked_of_nobody() -> None:
+    c = Client(latency=0.0, patience=lambda: 0.5)
+    await c.create(0)
+    dropped = c.create(1)
+    await asyncio.sleep(0.1)
+    c.client.close(1, 1)
+    await asyncio.sleep(1.0)
+    assert dropped.cancelled() and len(c.pools[0].submits) == 1 and not c.deaths
 
 
 @virtual

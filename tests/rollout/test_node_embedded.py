@@ -94,7 +94,8 @@ def test_every_token_has_the_log_probability_of_the_weights_it_names(mode: str, 
             causes = {cause: n for cause, n in node.shell._ledger.prefilled.items() if n}
             assert sum(causes.values()) == counts["prefill_tokens"] == node.engine.counts().prefill_tokens
             assert counts["cached_tokens"] == node.engine.counts().cached_tokens > 0
-            assert causes["first"] > 0 and causes["turn"] > 0 and causes["eviction"] > 0
+            assert causes["first"] > 0 and causes["turn"] > 0
+            assert causes.get("eviction", 0) > 0 or mode == "recompute"  # there an update has always come first
             assert (causes.get("weight_update", 0) > 0) == (mode != "keep"), causes
             assert w.scheduler.events.count(Paused(0, 1, "update")) == w.scheduler.events.count(Resumed(0, 1))
             seconds = node.shell._ledger.seconds

@@ -147,8 +147,8 @@ def test_a_fenced_node_discards_and_joins_again() -> None:
             fenced = now()
             await w.scheduler.until_joined(w.node.name, 2)
             assert now() - fenced < 1.0, "at its next exchange, not when its own clock ends the leases"
-            await until(lambda: not w.node.shell._running)
-            assert w.node.engine._open == {} and w.pool.instances == {}
+            await until(lambda: not w.node.shell._running and not w.pool.instances)
+            assert w.node.engine._open == {}
             await w.update(version=1)
             for episode in range(4):
                 await w.lease(episode)

@@ -74,7 +74,7 @@ def sentence(*overrides: str) -> str:
         (["warmstart.seed=9223372036854775808"], ["warmstart.seed = 9223372036854775808", "less than", "change it"]),
         (["rollout.temperature=1e-4"], ["rollout.temperature = 0.0001", "greater than or equal to 0.001"]),
         (["eval.temperature=1e-4"], ["eval.temperature = 0.0001", "use 0 (greedy) or at least 0.001"]),
-        (["rollout.engine=vlm"], ["rollout.engine = 'vlm'", "'embedded' or 'vllm'"]),
+        (["rollout.engine=vlm"], ["rollout.engine = 'vlm'", "embedded or vllm, or one of your own as module:name"]),
         (["rollout.engine_args.block_size=32"], ["rollout.engine_args", "'embedded'", "set rollout.engine = 'vllm'"]),
         (["rollout.engine=vllm", "rollout.temperature=0.005"], ["rollout.temperature = 0.005", "raise it"]),
         (["rollout.engine=vllm", "eval.temperature=0.005"], ["eval.temperature = 0.005", "use 0 or raise it"]),

@@ -1,0 +1,93 @@
+"""Where a run's time goes: CPU seconds by process, phases from what roles export, and what is said before anything starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from benchmarks import profile
+from benchmarks.cpu import SUPERVISOR, CpuWatch
+from benchmarks.figures import Window
+from benchmarks.watched import Scrape, read_exposition
+from segue.errors import UserError
+from segue.metrics import Metrics
+
+
+def scrape(**targets: Metrics) -> Scrape:
+    return {name.replace("_", "-"): read_exposition(generate_latest(m.registry).decode()) for name, m in targets.items()}
+
+
+def test_phases_are_seconds_per_step_over_all_processes() -> None:
+    learner, a, b = Metrics("learner"), Metrics("rollout", "0"), Metrics("rollout", "1")
+    sync = Metrics("weightsync", "rollout-0")
+    targets = {"learner_0": learner, "rollout_0": a, "rollout_1": b, "weightsync-rollout_0": sync}
+    learner.observe("segue_learner_step_seconds", 100.0, phase="backward")
+    before = scrape(**targets)
+    for _ in range(4):
+        learner.observe("segue_learner_step_seconds", 0.5, phase="backward")
+    a.add("segue_engine_seconds_total", 1.0, phase="forward")
+    b.add("segue_engine_seconds_total", 3.0, phase="forward")
+    a.observe("segue_exchange_seconds", 0.25)
+    sync.observe("segue_weight_sync_seconds", 2.0, phase="probe")
+    found = profile.phases(before, scrape(**targets), steps=4)
+    assert found["learner"] == {"backward": {"seconds": 0.5, "times": 1.0}}
+    assert found["rollout"]["forward"] == {"seconds": 1.0} and found["rollout"]["sample"] == {"seconds": 0.0}
+    assert found["rollout"]["exchange"] == {"seconds": 0.0625, "times": 0.25}
+    assert found["update"] == {"probe": {"seconds": 0.5, "times": 0.25}}
+
+
+def test_cpu_seconds_are_told_by_process_and_moment() -> None:
+    moments = profile.Moments(Path("nowhere"), (1, 2))
+    moments.heard(os.getpid(), "anything")
+    watch = moments.watch
+    assert watch is not None
+    watch.close()
+    moments.started = watch.read()
+    for line in ("step  1/9  seconds", "step  2/9  seconds"):
+        moments.heard(os.getpid(), line)
+    cpu = profile.cpu_figures(moments, Window(1, 2))
+    mine = cpu[SUPERVISOR]  # the process that was named
+    assert 0.0 < mine["start"] <= mine["whole"] and 0.0 <= mine["window"] <= mine["whole"]
+
+
+def test_growth_between_two_readings_counts_who_came_in_between_whole() -> None:
+    watch = CpuWatch(os.getpid())
+    watch.close()
+    old, new = (1, 0.0), (2, 5.0)
+    watch._kind = {old: "rollout-0", new: "rollout-0"}
+    assert watch.between({old: 3.0}, {old: 4.0, new: 2.5}) == {"rollout-0": 3.5}
+
+
+def test_the_table_shows_everything() -> None:
+    found = {
+        "window": {"first_step": 5, "steps": 4, "seconds": 8.0},
+        "tokens_trained": 800.0,
+        "tokens_per_second": 100.0,
+        "states": {"learner": {"compute": 0.75, "wait_batch": 0.25, "other": 0.0}},
+        "phases": {"rollout": {"forward": {"seconds": 0.125}, "exchange": {"seconds": 0.5, "times": 3.0}}},
+        "messages_per_step": {"rollout": 94.2},
+        "cpu": {
+            "rollout-0": {"start": 1.0, "window": 2.0, "whole": 4.0},
+            "learner-0": {"start": 1.0, "window": 6.0, "whole": 8.0},
+        },
+        "functions": {"rollout-0": {"cpu_seconds": 2.0, "self": [{"file": "a/b.py", "function": "f", "seconds": 1.5}] * 3}},
+    }
+    text = profile.table(found, top=2)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["learner-0", "1.00", "6.00", "1.500", "8.00"] in rows and ["all", "2.00", "8.00", "2.000", "12.00"] in rows
+    assert rows.index(["learner-0", "1.00", "6.00", "1.500", "8.00"]) < rows.index(["rollout-0", "1.00", "2.00", "0.500", "4.00"])
+    assert "compute 75.0%, wait_batch 25.0%" in text and "rollout 94" in text and text.count("a/b.py") == 2
+
+
+def test_impossible_runs_are_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["profile", "--set", "steps=5"])
+    assert profile.main() == 2 and "no steady state" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["profile", "nowhere.toml"])
+    assert profile.main() == 2 and "nowhere.toml" in capsys.readouterr().err
+    with pytest.raises(UserError, match="--top"):
+        profile.parse(["--top", "0"])
