@@ -223,8 +223,12 @@ class Metrics(Collector):
             self._writes.count += 1
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Observe one value of a histogram."""
-        self.observe_counts(name, (value,), (1,), **labels)
+        """Observe one value of a histogram. Raises ValueError on NaN and infinity."""
+        if not math.isfinite(value):
+            raise ValueError(f"{name}: an observation of {value}")
+        histogram = self._histogram(name, labels)
+        with self._lock:
+            histogram.observe(float(value), 1)
 
     def observe_counts(self, name: str, values: Sequence[float], counts: Sequence[int], **labels: str) -> None:
         """Observe `values[i]` `counts[i]` times, all at once. Raises ValueError on NaN, infinity or a negative count."""
