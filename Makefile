@@ -1,4 +1,5 @@
-# See README.md. Every target makes the environment first if it is missing or out of date; vLLM (2 GB on a CPU) and SmolLM2 are part of it.
+# See README.md. Every target makes the environment first if it is missing or out of date; vLLM (2 GB on a CPU),
+# SmolLM2 and Prometheus are part of it.
 PY := .venv/bin/python
 
 # Some machines ask Python to keep no compiled modules; the tests start hundreds of processes, and reading the sources each time
@@ -12,7 +13,7 @@ WHOLE := -m "processes and not full and not cluster" -n 2 --dist loadfile
 
 .PHONY: test test-fast test-full test-cluster test-vllm lint env
 env:
-	@SEGUE_VLLM=1 SEGUE_SMOLLM2=1 ./launch.sh --install-only
+	@SEGUE_VLLM=1 SEGUE_SMOLLM2=1 SEGUE_PROMETHEUS=1 ./launch.sh --install-only
 
 lint: env
 	$(PY) -m ruff check .

@@ -22,9 +22,15 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+_LEVEL = logging.getLogger().level
+
+
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
-    """Virtual time logs only what is wrong, from its first run in a process on; other tests read more."""
-    before = logging.getLogger().level
+    """Virtual time logs only what is wrong, from its first run in a process on; other tests read more.
+
+    Put right before each test too: a fixture of a whole module may have run virtual time before its first test.
+    """
+    logging.getLogger().setLevel(_LEVEL)
     yield
-    logging.getLogger().setLevel(before)
+    logging.getLogger().setLevel(_LEVEL)

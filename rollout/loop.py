@@ -32,7 +32,7 @@ from segue.clock import now
 from segue.config.rollout import RolloutConfig
 from segue.episode import DeltaBody, FailureClass, Outcome, TurnRecord
 from segue.errors import UserError
-from segue.metrics import ActivityClock, Metrics
+from segue.metrics import ActivityClock, Counter, Histogram, Metrics
 from segue.ports.engine import Chunk, Engine, EngineDead, FinishReason, GenerateRequest
 from segue.ports.envpool import RESET_STEP, Create, Created, Observation, Resume, Step, observation_digest
 from segue.ports.scheduler import Fail, Finish, Lease, NodeEvent, Parked, Paused, Resumed, SliceUsed
@@ -61,6 +61,9 @@ class Host:
     ledger: Ledger
     departed: Departed
     metrics: Metrics
+    sampled: Counter
+    cached: Counter
+    turn_seconds: Histogram
     activity: ActivityClock
     emit: Callable[[NodeEvent, bool], None]
     abort: Callable[[EpisodeLoop, str], None]
@@ -309,8 +312,8 @@ class EpisodeLoop:
         host, n = self._host, len(chunk.tokens)
         for admission in chunk.admissions:
             self._kv.admit(admission)
-            host.metrics.add("segue_cached_tokens_total", admission.cached)
-        host.metrics.add("segue_decode_tokens_total", n)
+            host.cached.add(admission.cached)
+        host.sampled.add(n)
         if n == 0:
             return
         if not (self._keeps or host.keeps()) and chunk.kv_version < chunk.spans[0][0]:
@@ -355,7 +358,7 @@ class EpisodeLoop:
         action = [*self.log.action, *self._piece.tokens]
         renderer = self._host.renderer
         if self._generating:  # else the turn was sampled elsewhere
-            self._host.metrics.observe("segue_turn_generate_seconds", self._generating)
+            self._host.turn_seconds.observe(self._generating)
             self._generating = 0.0
         self._write(self._piece.complete(renderer.closing(action), renderer.text(action)))
 

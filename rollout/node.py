@@ -92,6 +92,7 @@ class NodeShell:
         self._engine = engine
         self._receiver = receiver
         self._metrics = metrics
+        self._received = metrics.counter("segue_messages_received_total")
         self._activity = activity
         self._info = NodeInfo(config.rollout.max_episodes, config.rollout.slots, host)
         self._session = session - 1
@@ -124,6 +125,9 @@ class NodeShell:
             ledger=self._ledger,
             departed=Departed(config.rollout.max_episodes, engine.forget),
             metrics=metrics,
+            sampled=metrics.counter("segue_decode_tokens_total"),
+            cached=metrics.counter("segue_cached_tokens_total"),
+            turn_seconds=metrics.histogram("segue_turn_generate_seconds"),
             activity=activity,
             emit=self._emit,
             abort=self._abort_soon,
@@ -155,7 +159,7 @@ class NodeShell:
 
     async def handle(self, method: str, body: bytes) -> bytes:
         """The reply's bytes to a call of another role."""
-        self._metrics.add("segue_messages_received_total")
+        self._received.add()
         return await self._service.handle(method, body)
 
     async def start(self) -> None:

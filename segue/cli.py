@@ -189,6 +189,40 @@ def report(
     return 0
 
 
+@app.command()
+@_sentences
+def monitor(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, of a run that goes on or is over.")],
+    port: Annotated[int, typer.Option("--port", help="Where Prometheus listens, on 127.0.0.1.", min=1, max=65535)] = 9090,
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between two scrapes.", min=0.1)] = 5.0,
+) -> int:
+    """Start a Prometheus for a run, with Segue's rules and alerts; it ends with this command."""
+    from segue.cluster.processes import die_with_parent
+    from segue.monitoring.serve import monitor as serve
+
+    return serve(run, port, interval, lambda line: print(line, flush=True), die_with_parent)
+
+
+@app.command()
+@_sentences
+def dashboards(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; say what is out of date, undeclared or unexplained.")
+    ] = False,
+) -> int:
+    """Write the files of `monitoring/` (rules, alerts, dashboards) from the catalogue of metrics."""
+    from segue.monitoring import generate
+
+    if not check:
+        for path in generate.write():
+            print(path)
+        return 0
+    wrong = generate.check()
+    for sentence in wrong:
+        print(sentence, file=sys.stderr)
+    return 1 if wrong else 0
+
+
 @app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
 )

@@ -10,7 +10,7 @@ import itertools
 import selectors
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
@@ -63,6 +63,44 @@ class Deadlock(RuntimeError):
     """Nothing is ready and nothing is timed: a logical clock would stand still for ever."""
 
 
+class _Handle(asyncio.Handle):
+    """asyncio's, made and run without its debug mode, which nothing here uses."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: Any, loop: asyncio.AbstractEventLoop, context: Context | None) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+
+
+class _Timer(asyncio.TimerHandle):
+    """The same for a timer. `_scheduled`: it is in the heap, where its cancellation is counted."""
+
+    __slots__ = ()
+
+    def __init__(self, when: float, callback: Any, args: Any, loop: LogicalLoop, context: Context | None) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+        self._when = when
+        self._scheduled = True
+
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._loop._timer_handle_cancelled(self)
+            self._cancelled = True
+            self._callback = self._args = None  # type: ignore[assignment]  # as asyncio does
+
+
 class LogicalLoop(asyncio.SelectorEventLoop):
     """An event loop whose clock jumps to the next timer as soon as nothing is ready. Deterministic: equal times run first-in
     first-out, which asyncio's own heap does not promise.
@@ -93,8 +131,7 @@ class LogicalLoop(asyncio.SelectorEventLoop):
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
         self._check_closed()  # type: ignore[attr-defined]
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
-        handle._scheduled = True  # type: ignore[attr-defined]  # in the heap: its cancellation is counted
+        handle = _Timer(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._order), handle))
         return handle
 
@@ -103,11 +140,9 @@ class LogicalLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         return self.call_at(self._logical_now + delay, callback, *args, context=context)
 
-    def call_soon(  # asyncio's own, without its debug mode, which nothing here uses
-        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
+    def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
         self._check_closed()  # type: ignore[attr-defined]
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
         self._ready.append(handle)  # type: ignore[attr-defined]
         return handle
 

@@ -72,6 +72,29 @@ class Sequence:
         return self.request.priority, self.arrival
 
 
+class _Answer:
+    """The chunk of one request, as an iterator. (An async generator would do, at several times the cost.)"""
+
+    __slots__ = ("_engine", "_request")
+
+    def __init__(self, engine: ModelledEngine, request: GenerateRequest) -> None:
+        self._engine = engine
+        self._request: GenerateRequest | None = request
+
+    def __aiter__(self) -> _Answer:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        request, self._request = self._request, None
+        if request is None:
+            raise StopAsyncIteration
+        sequence = self._engine.submit(request)
+        try:
+            return await sequence.out.get()
+        finally:
+            self._engine.withdraw(sequence)
+
+
 class ModelledEngine:
     """See the module. `slots` requests at most decode at once; lengths are in units of `unit` tokens."""
 
@@ -116,22 +139,26 @@ class ModelledEngine:
 
     # --- requests ---------------------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See the port: one chunk, with its finish."""
+        return _Answer(self, request)
+
+    def submit(self, request: GenerateRequest) -> Sequence:
+        """A request begins to wait."""
         target, finish = self._target(request)
         self._arrivals += 1
         sequence = Sequence(request, target, finish, self._arrivals)
         self._known[request.id] = sequence
         heapq.heappush(self._waiting, (request.priority, sequence.arrival, sequence))
         self._pump_soon()
-        try:
-            chunk = await sequence.out.get()
-            yield chunk
-        finally:
-            if self._known.get(request.id) is sequence:  # closed before its end
-                self._advance()
-                self._leave(sequence)
-                self._pump_soon()
+        return sequence
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Nobody reads its answer any more."""
+        if self._known.get(sequence.request.id) is sequence:
+            self._advance()
+            self._leave(sequence)
+            self._pump_soon()
 
     async def abort(self, request_id: str) -> bool:
         sequence = self._known.get(request_id)

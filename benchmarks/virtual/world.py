@@ -78,7 +78,9 @@ def play(world: World, marks: Collection[int] = (), *, sink: bool = False, wrap:
         tempfile.TemporaryDirectory(prefix="segue-virtual-") as folder,
         asyncio.Runner(loop_factory=LogicalLoop) as runner,
     ):
-        return runner.run(VirtualCluster(world, Path(folder), set(marks), sink=sink, wrap=wrap).run())
+        cluster = VirtualCluster(world, Path(folder), set(marks), sink=sink, wrap=wrap)
+        runner.run(cluster.play())
+    return cluster.ran
 
 
 @contextmanager
@@ -110,6 +112,11 @@ class VirtualCluster:
         self._scrapes: dict[int, Scrape] = {}
         self._warnings: list[str] = []
         self.learner: ModelledLearner
+        self.ran: Ran
+
+    async def play(self) -> None:
+        """`run`, and keep what came of it: a task's result may be printed by asyncio, which would take longer than the run."""
+        self.ran = await self.run()
 
     async def run(self) -> Ran:
         """From the start of the roles to the last step and the end of what was under way."""

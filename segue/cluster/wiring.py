@@ -26,7 +26,9 @@ from segue.errors import UserError, WireError
 from segue.logs import ProcessLog
 from segue.metrics import ActivityClock, BuildInfo, Metrics, StateClock
 from segue.metrics.exporter import Exporter
+from segue.metrics.gpus import gpu_reader
 from segue.metrics.heartbeat import Heartbeat, LoopMonitor
+from segue.metrics.process import read_process
 from segue.metrics.states import Clock
 from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
 from segue.rundir import SCHEDULER_CUT, RunDir
@@ -142,6 +144,10 @@ def _expose(host: Host) -> None:
     run = RunDir(Path(spec.run_dir))
     registry = next(iter(host.metrics.values()))
     host.log = ProcessLog(spec.log, spec.name, metrics=registry)
+    registry.attach_reader(read_process)
+    registry.attach_reader(lambda: [("segue_process_starts", {}, float(spec.start))])
+    if reader := gpu_reader(registry.gpus):
+        registry.attach_reader(reader)
     heartbeats = []
     for metrics in host.metrics.values():
         heartbeat = Heartbeat(metrics)
@@ -226,7 +232,7 @@ def _build_rollout(spec: RoleSpec, config: Config, place: Place) -> Host:
     if not place.serial:
         torch.set_num_threads(config.rollout.threads)
     device = _device(config.rollout.gpus)
-    metrics = _metrics(spec, config, place, gpus=_uuids(device))
+    metrics = _metrics(spec, config, place, gpus=_uuids(config.rollout.gpus))
     activity = ActivityClock(ROLLOUT_PRECEDENCE, place.now)
     sync = f"weightsync-{spec.name}"
     sync_metrics = _sync_metrics(spec, config, place)
@@ -343,11 +349,13 @@ def _device(gpus: float) -> str:
     return f"cuda:{torch.cuda.current_device()}" if gpus > 0 and torch.cuda.is_available() else "cpu"
 
 
-def _uuids(device: str) -> tuple[str, ...]:
-    """The UUID of a GPU as its driver and DCGM write it; nothing for a CPU."""
+def _uuids(gpus: float) -> tuple[str, ...]:
+    """The UUIDs of this process's GPUs (all that Ray lets it see) as the driver and DCGM write them; nothing on CPUs."""
     import torch
 
-    return (f"GPU-{torch.cuda.get_device_properties(device).uuid}",) if device != "cpu" else ()
+    if _device(gpus) == "cpu":
+        return ()
+    return tuple(f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in range(torch.cuda.device_count()))
 
 
 # --- learner ----------------------------------------------------------------------------------------------------------
@@ -357,7 +365,7 @@ def _build_learner(spec: RoleSpec, config: Config, place: Place) -> Host:
     from learner.shell import LearnerShell
     from weightsync.gauges import PRECEDENCE
 
-    metrics = _metrics(spec, config, place, gpus=_uuids(_device(config.learner.gpus)))
+    metrics = _metrics(spec, config, place, gpus=_uuids(config.learner.gpus))
     clock = StateClock(STATES["learner"], place.now)
     sync = f"weightsync-{spec.name}"
     sync_metrics = _sync_metrics(spec, config, place)

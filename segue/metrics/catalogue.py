@@ -31,7 +31,10 @@ class Label:
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric: `unit` is "" for plain ratios of counts and for numbers of things named by the metric itself."""
+    """One metric: `unit` is "" for plain ratios of counts and for numbers of things named by the metric itself.
+
+    `read` ones have no series before somebody attaches what reads them (`Metrics.attach_reader`): 0 would be a lie.
+    """
 
     name: str
     kind: Kind
@@ -40,6 +43,7 @@ class Metric:
     help: str
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()
+    read: bool = False
 
     @cached_property
     def label_names(self) -> tuple[str, ...]:
@@ -50,6 +54,8 @@ ALL = words.ROLES
 ASYNCIO = ("scheduler", "rollout", "envpool", "learner")
 
 ENV = Label("env", None)
+UUID = Label("UUID", None)
+ON_GPU = ("learner", "rollout")
 STATE = Label("state", words.STATES)
 QUEUE = Label("queue", words.QUEUES)
 QUEUE_OWNERS = tuple(words.QUEUES)
@@ -69,6 +75,10 @@ def _counter(name: str, unit: str, roles: tuple[str, ...], help: str, *labels: L
 
 def _gauge(name: str, unit: str, roles: tuple[str, ...], help: str, *labels: Label) -> Metric:
     return Metric(name, "gauge", unit, roles, help, labels)
+
+
+def _read(name: str, kind: Kind, unit: str, roles: tuple[str, ...], help: str, *labels: Label) -> Metric:
+    return Metric(name, kind, unit, roles, help, labels, read=True)
 
 
 def _histogram(name: str, unit: str, roles: tuple[str, ...], buckets: tuple[float, ...], help: str, *labels: Label) -> Metric:
@@ -99,8 +109,37 @@ _PROCESS = (
         "segue_worker_heartbeat_timestamp_seconds", "seconds", ALL, "Wall clock of the last sign of life; 0 before the first."
     ),
     _histogram("segue_event_loop_lag_seconds", "seconds", ASYNCIO, SHORT_SECONDS, "How late a timer of the event loop ran."),
-    _gauge(
-        "segue_gpu_assignment_info", "", ("learner", "rollout"), "Always 1; says which process owns a GPU.", Label("UUID", None)
+    _gauge("segue_gpu_assignment_info", "", ON_GPU, "Always 1; says which process owns a GPU.", UUID),
+    _read(
+        "segue_gpu_utilization_ratio",
+        "gauge",
+        "ratio",
+        ON_GPU,
+        "Share of the driver's last sample period in which a kernel ran, by NVML; near 1 also while one only waits for others.",
+        UUID,
+    ),
+    _read("segue_gpu_memory_used_bytes", "gauge", "bytes", ON_GPU, "Memory of the GPU in use, by any process, by NVML.", UUID),
+    _read("segue_gpu_memory_size_bytes", "gauge", "bytes", ON_GPU, "Memory of the GPU, by NVML.", UUID),
+    _read(
+        "segue_process_cpu_seconds_total",
+        "counter",
+        "seconds",
+        ASYNCIO,
+        "CPU seconds of this process, user and system; its children's are not among them.",
+    ),
+    _read("segue_process_resident_memory_bytes", "gauge", "bytes", ASYNCIO, "Resident memory of this process."),
+    _read(
+        "segue_process_starts",
+        "gauge",
+        "starts",
+        ASYNCIO,
+        "Which start of this process in this attempt of the run it is: 1, and one more for each time that it was put in the place of one that died.",
+    ),
+    _counter(
+        "segue_metric_writes_total", "writes", ALL, "Values written to this process's metrics: what measuring costs, counted."
+    ),
+    _counter(
+        "segue_scrape_cpu_seconds_total", "seconds", ALL, "CPU seconds that answering scrapes took, by its threads' own clocks."
     ),
     _counter("segue_log_messages_total", "messages", ALL, "Log records written, by level.", Label("level", words.LOG_LEVELS)),
     _counter(
@@ -242,6 +281,13 @@ _ROLLOUT = (
         "Sampled tokens thrown away before the scheduler accepted them.",
         Label("reason", words.DISCARD_REASONS),
     ),
+    _counter(
+        "segue_engine_preemptions_total",
+        "requests",
+        ("rollout",),
+        "Requests that lost their slot to others and were filled again.",
+    ),
+    _counter("segue_engine_evictions_total", "sequences", ("rollout",), "Cached contexts that were dropped to make room."),
     _counter(
         "segue_engine_seconds_total",
         "seconds",

@@ -13,6 +13,7 @@ import os
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,7 +61,7 @@ class Exporter:
         self._stale_after = stale_after
         self._extra = extra
         self._closing = False
-        self._server = _bind(interface, ports, self._respond, f"{metrics.role}-{metrics.rank}")
+        self._server = _bind(interface, ports, self._respond, self._spent, f"{metrics.role}-{metrics.rank}")
         self.port: int = self._server.server_address[1]
         host = advertise or interface
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
@@ -116,6 +117,9 @@ class Exporter:
         while not self._closing:
             self._server.handle_request()
 
+    def _spent(self, seconds: float) -> None:
+        self._metrics.add("segue_scrape_cpu_seconds_total", seconds)
+
     def _respond(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
         if path == "/metrics":
             encoder, content_type = choose_encoder(accept)
@@ -130,6 +134,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     respond: Callable[[str, str], tuple[HTTPStatus, str, bytes]]
+    spent: Callable[[float], None]
 
     def server_bind(self) -> None:
         socketserver.TCPServer.server_bind(self)  # HTTPServer's own asks the name service for the host's name, which can hang
@@ -153,13 +158,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+        self.server.spent(time.thread_time())  # HTTP/1.0: a thread answers one request, so this is all that it took
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug(format, *args)
 
 
 def _bind(
-    interface: str, ports: tuple[int, int], respond: Callable[[str, str], tuple[HTTPStatus, str, bytes]], who: str
+    interface: str,
+    ports: tuple[int, int],
+    respond: Callable[[str, str], tuple[HTTPStatus, str, bytes]],
+    spent: Callable[[float], None],
+    who: str,
 ) -> _Server:
     low, high = ports
     for port in range(low, high + 1):
@@ -172,7 +182,7 @@ def _bind(
                 f"The metrics of {who} cannot be served on cluster.interface = {interface!r} ({error.strerror}): "
                 "name an address of this machine."
             ) from None
-        server.respond = respond
+        server.respond, server.spent = respond, spent
         return server
     raise UserError(
         f"No port of cluster.ports = [{low}, {high}] is free on {interface} for the metrics of {who}: "

@@ -12,7 +12,7 @@ import math
 import re
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -27,7 +27,12 @@ from segue.metrics.states import Clock
 Key = tuple[str, ...]
 _STATE_SECONDS = "segue_worker_state_seconds_total"
 _STATE = "segue_worker_state"
+_WRITES = "segue_metric_writes_total"
 _NOWHERE: tuple[tuple[str, ...], dict[Key, float]] = ((), {})
+
+
+Reading = tuple[str, dict[str, str], float]
+"""What a reader found: a metric, its labels, its value (of a counter: in all so far)."""
 
 
 class UndeclaredMetric(LookupError):
@@ -67,56 +72,69 @@ def _edge(value: float) -> str:
     return repr(float(value))
 
 
+class _Writes:
+    """The lock that every write takes, and how many there were."""
+
+    __slots__ = ("count", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+
+
 class Counter:
     """One series of a counter, found once and counted often."""
 
-    __slots__ = ("_key", "_lock", "_name", "_series")
+    __slots__ = ("_key", "_name", "_series", "_writes")
 
-    def __init__(self, name: str, series: dict[Key, float], key: Key, lock: threading.Lock) -> None:
+    def __init__(self, name: str, series: dict[Key, float], key: Key, writes: _Writes) -> None:
         self._name = name
         self._series = series
         self._key = key
-        self._lock = lock
+        self._writes = writes
 
     def add(self, value: float = 1.0) -> None:
         """Count `value` more. Raises ValueError if it is negative or not a number."""
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{self._name} is a counter: it cannot grow by {value}")
-        with self._lock:
+        with self._writes.lock:
             self._series[self._key] += value
+            self._writes.count += 1
 
 
 class Gauge:
     """One series of a gauge."""
 
-    __slots__ = ("_key", "_lock", "_series")
+    __slots__ = ("_key", "_series", "_writes")
 
-    def __init__(self, series: dict[Key, float], key: Key, lock: threading.Lock) -> None:
+    def __init__(self, series: dict[Key, float], key: Key, writes: _Writes) -> None:
         self._series = series
         self._key = key
-        self._lock = lock
+        self._writes = writes
 
     def set(self, value: float) -> None:
-        with self._lock:
+        with self._writes.lock:
             self._series[self._key] = float(value)
+            self._writes.count += 1
 
 
 class Histogram:
     """One series of a histogram."""
 
-    __slots__ = ("_histogram", "_lock", "_name")
+    __slots__ = ("_histogram", "_name", "_writes")
 
-    def __init__(self, name: str, histogram: _Histogram, lock: threading.Lock) -> None:
+    def __init__(self, name: str, histogram: _Histogram, writes: _Writes) -> None:
         self._name = name
         self._histogram = histogram
-        self._lock = lock
+        self._writes = writes
 
     def observe(self, value: float) -> None:
         """Observe one value. Raises ValueError on NaN and infinity."""
         if not math.isfinite(value):
             raise ValueError(f"{self._name}: an observation of {value}")
-        with self._lock:
+        with self._writes.lock:
             self._histogram.observe(float(value), 1)
+            self._writes.count += 1
 
 
 class Metrics(Collector):
@@ -138,11 +156,13 @@ class Metrics(Collector):
     ) -> None:
         self.role = role
         self.rank = rank
-        self._lock = threading.Lock()
+        self.gpus = tuple(gpus)
+        self._writes = _Writes()
+        self._lock = self._writes.lock
         self._declared = {metric.name: metric for metric in exported_by(role)}
         self._open = {
             "env": tuple(envs),
-            "UUID": tuple(gpus),
+            "UUID": self.gpus,
             "version": (build.version,),
             "git_sha": (build.git_sha,),
             "attempt": (str(build.attempt),),
@@ -150,7 +170,8 @@ class Metrics(Collector):
         self._values: dict[str, dict[Key, float]] = {}
         self._histograms: dict[str, dict[Key, _Histogram]] = {}
         for metric in self._declared.values():
-            keys = [*itertools.product(*(self._label_values(metric, name) for name in metric.label_names))]
+            every = itertools.product(*(self._label_values(metric, name) for name in metric.label_names))
+            keys = [] if metric.read else [*every]
             if metric.kind == "histogram":
                 edges = metric.buckets
                 if metric.unit == "versions" and staleness_bound is not None:
@@ -165,8 +186,9 @@ class Metrics(Collector):
             if metric.kind != "histogram"
         }
         if staleness_bound is not None and "segue_staleness_bound_versions" in self._declared:
-            self.set("segue_staleness_bound_versions", staleness_bound)
+            self._values["segue_staleness_bound_versions"][()] = float(staleness_bound)
         self._clock: Clock | None = None
+        self._readers: list[Callable[[], Iterable[Reading]]] = []
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -174,15 +196,15 @@ class Metrics(Collector):
 
     def counter(self, name: str, **labels: str) -> Counter:
         """A series to count on often: spares finding it each time."""
-        return Counter(name, *self._series(name, "counter", labels), self._lock)
+        return Counter(name, *self._series(name, "counter", labels), self._writes)
 
     def gauge(self, name: str, **labels: str) -> Gauge:
         """A series to set often."""
-        return Gauge(*self._series(name, "gauge", labels), self._lock)
+        return Gauge(*self._series(name, "gauge", labels), self._writes)
 
     def histogram(self, name: str, **labels: str) -> Histogram:
         """A series to observe often."""
-        return Histogram(name, self._histogram(name, labels), self._lock)
+        return Histogram(name, self._histogram(name, labels), self._writes)
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Count `value` more. Raises ValueError if it is negative or not a number."""
@@ -191,16 +213,22 @@ class Metrics(Collector):
         series, key = self._series(name, "counter", labels)
         with self._lock:
             series[key] += value
+            self._writes.count += 1
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
         series, key = self._series(name, "gauge", labels)
         with self._lock:
             series[key] = float(value)
+            self._writes.count += 1
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Observe one value of a histogram."""
-        self.observe_counts(name, (value,), (1,), **labels)
+        """Observe one value of a histogram. Raises ValueError on NaN and infinity."""
+        if not math.isfinite(value):
+            raise ValueError(f"{name}: an observation of {value}")
+        histogram = self._histogram(name, labels)
+        with self._lock:
+            histogram.observe(float(value), 1)
 
     def observe_counts(self, name: str, values: Sequence[float], counts: Sequence[int], **labels: str) -> None:
         """Observe `values[i]` `counts[i]` times, all at once. Raises ValueError on NaN, infinity or a negative count."""
@@ -214,6 +242,7 @@ class Metrics(Collector):
         with self._lock:
             for value, count in pairs:
                 histogram.observe(value, count)
+            self._writes.count += len(pairs)
 
     def attach(self, clock: Clock) -> None:
         """Export a clock's seconds as this process's states. Its states must be those of the role."""
@@ -221,6 +250,13 @@ class Metrics(Collector):
         if set(clock.current()) != declared:
             raise UndeclaredMetric(f"a clock of {sorted(clock.current())} for {self.role}, whose states are {sorted(declared)}")
         self._clock = clock
+
+    def attach_reader(self, reader: Callable[[], Iterable[Reading]]) -> None:
+        """Ask `reader` for its values whenever somebody asks for them here: they cost nothing in between.
+
+        Only for `read` metrics of the catalogue. A scrape waits for it, in a thread of its own.
+        """
+        self._readers.append(reader)
 
     @property
     def clock(self) -> Clock | None:
@@ -246,7 +282,7 @@ class Metrics(Collector):
 
         Histograms appear as `…_bucket{…,le="4.0"}`, `…_count` and `…_sum`. `read_sample` takes the names apart again.
         """
-        self._read_clock()
+        self._refresh()
         samples: dict[str, float] = {}
         with self._lock:
             for metric in self._declared.values():
@@ -262,9 +298,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Family]:
         """The families of one scrape."""
-        self._read_clock()
+        self._refresh()
         with self._lock:
-            return [self._family(metric) for metric in self._declared.values()]
+            return [self._family(m) for m in self._declared.values() if not (m.read and not self._values[m.name])]
 
     def describe(self) -> Iterable[Family]:
         """Nothing: lets the collector register without being asked for values first."""
@@ -327,11 +363,27 @@ class Metrics(Collector):
 
     def _matching(self, name: str, labels: dict[str, str]) -> list[tuple[Key, float]]:
         names = self._declared[name].label_names
-        self._read_clock()
+        self._refresh()
         with self._lock:
             found = [*self._values.get(name, {}).items()]
             found += [(key, float(sum(h.counts))) for key, h in self._histograms.get(name, {}).items()]
         return [(key, value) for key, value in found if _matches(names, key, labels)]
+
+    def _refresh(self) -> None:
+        """Bring up to date what is read and not written."""
+        self._read_clock()
+        for name, labels, value in [reading for reader in self._readers for reading in reader()]:
+            metric = self._declared.get(name)
+            if metric is None or not metric.read:
+                raise UndeclaredMetric(f"{name}: a reader brought it to {self.role}, for which it is not declared as read")
+            key = self._key(metric, labels)
+            if any(value not in self._label_values(metric, label) for label, value in labels.items()):
+                raise self._undeclared_value(metric, labels)
+            with self._lock:
+                series = self._values[name]
+                series[key] = max(series.get(key, 0.0), value) if metric.kind == "counter" else value
+        with self._lock:
+            self._values[_WRITES][()] = float(self._writes.count)
 
     def _read_clock(self) -> None:
         if self._clock is None:

@@ -128,6 +128,35 @@ def test_a_model_is_installed_where_the_config_or_the_user_asks_for_it_and_stays
     assert checkout.launch("small.toml")[0] == 0 and checkout.installs() == installs
 
 
+APT = """#!/bin/sh
+echo "apt-get $*" >>"$CALLS"
+case "$*" in *download*) [ "$APT_FAILS" = 1 ] && exit 100; touch prometheus_2_amd64.deb ;; esac
+"""
+DPKG = """#!/bin/sh
+mkdir -p "$3/usr/bin" && touch "$3/usr/bin/promtool" && chmod +x "$3/usr/bin/promtool"
+"""
+
+
+def test_prometheus_is_unpacked_once_where_the_user_asks_for_it(checkout: Checkout) -> None:
+    for name, text in (("apt-get", APT), ("dpkg-deb", DPKG)):
+        (checkout.path / "bin" / name).write_text(text)
+        (checkout.path / "bin" / name).chmod(0o755)
+    path = {"PATH": f"{checkout.path / 'bin'}:/usr/bin:/bin"}  # without one of the machine's own, if possible
+    if shutil.which("promtool", path=path["PATH"]):
+        pytest.skip("this machine has a Prometheus in /usr/bin")
+    assert checkout.launch("--install-only", **path)[0] == 0
+    assert "apt-get" not in checkout.calls()
+    code, _, err = checkout.launch("--install-only", SEGUE_PROMETHEUS="1", APT_FAILS="1", **path)
+    assert code == 0 and err.count("\n") == 1 and "Prometheus is not installed" in err
+    assert re.search(r"apt-get -qq download prometheus\napt-get .*Lists=.* update\napt-get .*Lists=.* download", checkout.calls())
+    assert checkout.launch("--install-only", SEGUE_PROMETHEUS="1", **path) == (0, "", "")
+    assert (checkout.path / ".venv" / "opt" / "prometheus" / "usr" / "bin" / "promtool").is_file()
+    assert not list((checkout.path / ".venv").glob("prometheus.*"))
+    installs = checkout.installs()
+    assert checkout.launch("--install-only", SEGUE_PROMETHEUS="1", **path) == (0, "", "")
+    assert checkout.installs() == installs
+
+
 def test_why_it_installs_again_is_said(checkout: Checkout) -> None:
     checkout.launch("--install-only")
     with open(checkout.path / "pyproject.toml", "a") as file:

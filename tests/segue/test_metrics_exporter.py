@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def test_metrics_and_health_are_served_and_nothing_else(tmp_path: Path) -> None:
         status, _, body = get(exporter, "/health?x=1")
         health = json.loads(body)
         assert status == 200 and (health["status"], health["role"], health["rank"]) == ("ok", "scheduler", "0")
+
+
+def test_answering_a_scrape_is_counted_by_its_own_thread(tmp_path: Path) -> None:
+    fixture = Fixture(tmp_path)
+    with fixture.exporter() as exporter:
+        get(exporter, "/metrics")
+        get(exporter, "/metrics")
+        after = fixture.metrics.value("segue_scrape_cpu_seconds_total")
+    assert 0.0 < after < time.process_time()
 
 
 def test_health_is_503_once_the_heartbeat_is_stale_and_recovers(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""A program that a benchmark runs: it ends by itself, by its deadline, or with the benchmark, and never outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks import children
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-u", "-c", code]
+
+
+def test_lines_of_both_streams_come_in_order_and_the_code_with_them() -> None:
+    heard: list[str] = []
+    code = "import os, sys; os.write(1, b'one\\n'); os.write(2, b'two \\xff\\n'); sys.exit(7)"
+    ended = children.run(python(code), 60.0, lambda pid, line: heard.append(line))
+    assert heard == ["one\n", "two \ufffd\n"]
+    assert (ended.code, ended.late, ended.last) == (7, False, ["one", "two \ufffd"])
+    assert ended.why(60.0) == "failed with exit code 7"
+
+
+def test_a_late_one_is_asked_and_one_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = children.run(python("import time; time.sleep(600)"), 0.2)
+    assert ended.late and ended.code == -signal.SIGTERM
+    assert ended.why(0.2) == "took longer than 0.2 s and was stopped"
+    monkeypatch.setattr(children, "STOP_SECONDS", 0.2)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf'); time.sleep(600)"
+    ended = children.run(python(deaf), 1.0)
+    assert ended.late and ended.code in (-signal.SIGKILL, -signal.SIGTERM)
+
+
+def test_what_the_listener_raises_ends_the_program() -> None:
+    pids: list[int] = []
+
+    def listen(pid: int, line: str) -> None:
+        pids.append(pid)
+        raise ValueError(line)
+
+    with pytest.raises(ValueError, match="ready"):
+        children.run(python("import time; print('ready'); time.sleep(600)"), 60.0, listen)
+    assert not psutil.pid_exists(pids[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_it_dies_with_the_benchmark(number: int) -> None:
+    inner = "import os, time; print(os.getpid()); time.sleep(600)"
+    code = f"from benchmarks import children; children.run({python(inner)!r}, 600.0, lambda pid, line: print(line, end=''))"
+    benchmark = subprocess.Popen(python(code), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert benchmark.stdout is not None
+    program = psutil.Process(int(benchmark.stdout.readline()))
+    os.kill(benchmark.pid, number)
+    benchmark.wait(30.0)
+    gone, _ = psutil.wait_procs([program], timeout=30.0)
+    assert gone or program.status() == psutil.STATUS_ZOMBIE
+    benchmark.stdout.close()

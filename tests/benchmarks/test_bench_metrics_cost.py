@@ -1,0 +1,26 @@
+"""The cost of metrics is counted: writes times what one costs, scrapes times what one cost."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.metrics_cost import INTERVAL_SECONDS, overall, share
+
+
+def target(writes: float, scraping: float, cpu: float | None) -> dict[str, float]:
+    samples = {"segue_metric_writes_total": writes, "segue_scrape_cpu_seconds_total": scraping}
+    return samples if cpu is None else samples | {"segue_process_cpu_seconds_total": cpu}
+
+
+def test_writes_and_scrapes_are_weighed_against_the_cpu_seconds_of_their_process() -> None:
+    hosts = ("scheduler-0", "rollout-0", "rollout-1", "envpool-0", "learner-0")
+    before = {name: target(100, 0.5, 10.0) for name in hosts} | {"weightsync-rollout-0": target(10, 0.1, None)}
+    after = {name: target(1100, 0.6, 20.0) for name in hosts} | {"weightsync-rollout-0": target(510, 0.2, None)}
+    seconds = 10 * INTERVAL_SECONDS
+    roles = share(before, after, seconds, 1e-5, scrapes=20)
+    assert roles["scheduler"]["write_share"] == pytest.approx(1000 * 1e-5 / 10)
+    assert roles["scheduler"]["scrape_share"] == pytest.approx(0.1 / 20 * 10 / 10)
+    assert roles["rollout"]["writes"] == 2500 and roles["rollout"]["cpu_seconds"] == 20.0
+    assert roles["rollout"]["scrape_share"] == pytest.approx(0.3 / 20 * 10 / 20)
+    total = (3 * 1000 + 2500) * 1e-5 + (3 * 0.1 + 0.3) / 20 * 10
+    assert overall(roles) == pytest.approx(total / 50)

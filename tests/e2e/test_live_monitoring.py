@@ -1,0 +1,127 @@
+"""The smoke run beside a real Prometheus: every panel of every dashboard has data, and every `/metrics` passes the linter."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import socket
+import subprocess
+import time
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from e2e_run import Command, fetch
+
+from segue.monitoring.binaries import HOW_TO_GET, find
+from segue.monitoring.boards import DASHBOARDS
+from segue.monitoring.panels import Panel
+from segue.monitoring.rules import RULES
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not (find("prometheus") and find("promtool")), reason=f"there is no Prometheus here: {HOW_TO_GET}"),
+]
+INTERVAL = 0.5
+STEPS = 25
+"""That Prometheus sees: some ten seconds."""
+WINDOW = "10s"
+"""What Grafana would choose is four scrapes at least; a step of the smoke run takes a second or so."""
+PANELS = [pytest.param(panel, id=f"{board.name}/{panel.title}") for board in DASHBOARDS for panel in board.panels]
+
+
+@dataclass
+class Seen:
+    """What is there to ask once the run is over: Prometheus' address, the time the run took, every target's text."""
+
+    address: str
+    began: float
+    ended: float
+    texts: dict[str, str]
+
+    def ask(self, expr: str) -> list[Any]:
+        """The series of an expression over the whole run."""
+        query = {"query": expr, "start": self.began, "end": self.ended, "step": "1"}
+        status, _, body = fetch(self.address, f"/api/v1/query_range?{urllib.parse.urlencode(query)}")
+        answer = json.loads(body)
+        assert status == 200 and answer["status"] == "success", body
+        found: list[Any] = answer["data"]["result"]
+        return found
+
+    def has_data(self, expr: str) -> bool:
+        return any(math.isfinite(float(value)) for series in self.ask(expr) for _, value in series["values"])
+
+
+@pytest.fixture(scope="module")
+def seen(smoke: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    run = tmp_path_factory.mktemp("live") / "run"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with Command("train", smoke, "--run", run, "--set", "steps=100000", "--set", "checkpoint.every=10") as training:
+        training.line(r"^eval before training")
+        with Command("monitor", run, "--port", port, "--interval", INTERVAL) as monitoring:
+            monitoring.line(r"^Prometheus of run: http://127\.0\.0\.1:")
+            began = time.time()
+            training.steps(training.trained() + STEPS)
+            texts = {name: fetch(address, "/metrics")[2] for name, address in training.targets().items()}
+            ended = time.time()
+            training.signal(signal.SIGINT)
+            assert training.wait() == 130, training.tails()
+            yield Seen(f"127.0.0.1:{port}", began, ended, texts)
+            monitoring.signal(signal.SIGINT)
+            assert monitoring.wait() == 130, monitoring.tails()
+            assert monitoring.err == ["Interrupted."]
+            monitoring.assert_nothing_left()
+        training.assert_nothing_left()
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_every_panel_shows_something(panel: Panel, seen: Seen) -> None:
+    full = [seen.has_data(query.expr.replace("$__rate_interval", WINDOW).replace("$run", ".*")) for query in panel.queries]
+    if panel.gpu or panel.may_be_empty:
+        return  # it was asked all the same: Prometheus takes the expression
+    assert all(full), [query.expr for query, has in zip(panel.queries, full, strict=True) if not has]
+
+
+def test_every_recording_rule_has_data_that_needs_no_gpu(seen: Seen) -> None:
+    assert [rule.name for rule in RULES if "gpu" not in rule.name and not seen.has_data(rule.name)] == []
+
+
+def test_no_alert_fires_in_a_healthy_run(seen: Seen) -> None:
+    fired = {series["metric"]["alertname"] for series in seen.ask('ALERTS{alertstate="firing"}')}
+    assert fired == set()
+
+
+def test_all_targets_of_the_run_were_scraped(seen: Seen) -> None:
+    scraped = {(series["metric"]["role"], series["metric"]["rank"]) for series in seen.ask('up{job="segue"} == 1')}
+    assert scraped == {tuple(name.split("-", 1)) for name in seen.texts}
+
+
+def test_every_target_passes_the_linter(seen: Seen) -> None:
+    for name, text in seen.texts.items():
+        done = subprocess.run([str(find("promtool")), "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout + done.stderr) == (0, ""), name
+
+
+def test_states_fill_the_time(seen: Seen) -> None:
+    """Between Prometheus' first and last look a process's states grow by the time that passed, by the scrapes' own times."""
+    compared = 0
+    for series in seen.ask('sum by (role, rank) (segue_worker_state_seconds_total{role!="envpool"})'):
+        scraped = dict(_stamps(seen, series["metric"]))
+        points = [(scraped[moment], float(value)) for moment, value in series["values"] if moment in scraped]
+        (first, low), (last, high) = points[0], points[-1]
+        assert abs((high - low) - (last - first)) <= 0.01 * (last - first) + 0.1, series["metric"]
+        compared += 1
+    assert compared == sum(not name.startswith("envpool") for name in seen.texts)
+
+
+def _stamps(seen: Seen, labels: dict[str, str]) -> list[tuple[float, float]]:
+    """At which moment the sample was scraped that an evaluation at each moment finds."""
+    where = ", ".join(f'{name}="{value}"' for name, value in labels.items())
+    found = seen.ask(f'timestamp(segue_worker_state_seconds_total{{{where}, state="other"}})')
+    return [(moment, float(value)) for moment, value in found[0]["values"]]

@@ -1,0 +1,79 @@
+"""`segue monitor`: what it says when it cannot start; that it runs is in tests/e2e/test_live_monitoring.py."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from segue.cli import app
+from segue.errors import RunFailed, UserError
+from segue.monitoring import binaries, serve
+from segue.rundir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir.create(tmp_path / "run", 'mode = "async"\n')
+
+
+def program(folder: Path, text: str) -> Path:
+    """A stand-in for Prometheus, at the edge: a script of its name."""
+    path = folder / "prometheus"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((serve.HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["monitor", str(tmp_path)])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "is no run directory" in result.stderr
+
+
+def test_without_prometheus_it_says_how_to_get_it(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "prefix", str(run.path))
+    assert binaries.find("prometheus") is None
+    with pytest.raises(UserError, match=r"^There is no Prometheus here: .*SEGUE_PROMETHEUS=1 ./launch.sh --install-only.*\.$"):
+        serve.monitor(run.path, free_port(), 5.0, print)
+
+
+def test_it_is_found_in_path_first_and_then_where_launch_sh_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacked = tmp_path / "opt" / "prometheus" / "usr" / "bin"
+    unpacked.mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    there = program(unpacked, "")
+    assert binaries.find("prometheus") == there
+    first = program(tmp_path / "bin", "")
+    assert binaries.find("prometheus") == first
+
+
+def test_a_port_taken_is_one_sentence(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "find", lambda name: program(tmp_path, "exit 0"))
+    with socket.socket() as taken:
+        taken.bind((serve.HOST, 0))
+        taken.listen()
+        with pytest.raises(UserError, match=r"stop what uses it, or name another with --port\.$"):
+            serve.monitor(run.path, taken.getsockname()[1], 5.0, print)
+
+
+def test_a_prometheus_that_ends_by_itself_is_quoted(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "find", lambda name: program(tmp_path, "echo the data is locked; exit 3"))
+    with pytest.raises(
+        RunFailed, match=r"^Prometheus ended by itself \(code 3\); it said: the data is locked\. See .*prometheus.log\.$"
+    ):
+        serve.monitor(run.path, free_port(), 5.0, print)
+    config = (run.path / "metrics" / "prometheus" / "prometheus.yml").read_text()
+    assert f"{run.path}/metrics/targets/*.json" in config and 'scrape_interval: "5s"' in config
