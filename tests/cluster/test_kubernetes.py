@@ -95,7 +95,7 @@ def loaded(words: list[str]) -> tuple[Config, dict[str, str]]:
     return load_config(ROOT / Path(config).relative_to(IN_IMAGE), overrides), dict(given)
 
 
-@pytest.mark.parametrize("each", objects(), ids=lambda each: each["kind"])
+@pytest.mark.parametrize("each", list(objects()), ids=lambda each: each["kind"])
 def test_an_object_has_what_its_api_demands(each: dict[str, Any]) -> None:
     for key in REQUIRED[f"{each['apiVersion']} {each['kind']}"]:
         assert at(each, key) not in (None, [], ""), key
