@@ -160,16 +160,16 @@ def test_nobody_there() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_another_token(there: RayThere, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (there.env | {"RAY_AUTH_TOKEN": "not the words"}).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(
-        UserError, match=rf"The Ray at {there.address} wants another token .* set RAY_AUTH_MODE and RAY_AUTH_TOKEN"
-    ):
+    with pytest.raises(UserError, match=rf"The Ray at {there.address} wants a token, and another one than there is here"):
         look(Look(there.address))
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_roles_that_do_not_fit_are_said_before_anything_starts(there: RayThere, tmp_path: Path) -> None:
     sets = ("--set", f"cluster.ray={there.address}", "--set", "rollout.gpus=1")
     command = segue("train", SMOKE, "--run", tmp_path / "run", *sets, env=there.env)
@@ -184,9 +184,9 @@ def test_roles_that_do_not_fit_are_said_before_anything_starts(there: RayThere, 
 @pytest.mark.processes
 def test_a_run_leaves_the_ray_as_it_was(there: RayThere, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    apart = "cluster.hosts={scheduler=[0], learner=[0], rollout=[0, 1], envpool=[1]}"
-    sets = ("--set", "steps=2", "--set", "eval.tasks=0", "--set", f"cluster.ray={there.address}", "--set", apart)
-    command = segue("train", SMOKE, "--run", run, *sets, env=there.env)
+    apart = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[1]}"
+    sets = ("--set", "steps=2", "--set", "eval.tasks=0", "--set", "rollout.nodes=1", "--set", apart)
+    command = segue("train", SMOKE, "--run", run, *sets, "--set", f"cluster.ray={there.address}", env=there.env)
     if command.wait() != 0:
         command.fail("it failed")
     there.assert_as_before()
@@ -213,10 +213,11 @@ def test_the_roles_of_a_killed_driver_go(there: RayThere, tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
-def test_the_hosts_are_asked_what_they_see(there: RayThere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in there.env.items():
+@pytest.mark.full
+def test_auto_is_the_ray_of_this_machine(there: RayThere, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in KubeRay's head pod, where RAY_ADDRESS says which it is."""
+    for name, value in (there.env | {"RAY_ADDRESS": there.address}).items():
         monkeypatch.setenv(name, value)
-    loaded = load_config(ROOT / SMOKE, [f"cluster.ray={there.address}"])
-    with Attached(loaded) as attached:
+    with Attached(load_config(ROOT / SMOKE, ["cluster.ray=auto"])) as attached:
         assert [(host.rank, host.address, host.gpus) for host in attached.hosts] == [(0, "127.0.0.2", 0), (1, "127.0.0.3", 0)]
         assert attached.ray == there.address

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 120.0
 """The child's start, its connection and a task on every node."""
+TRIES = 5
+"""Ray tries a second long, and 20 times by default, also where its token is refused."""
 
 
 class Attached:
@@ -68,10 +70,17 @@ class Attached:
 def look(what: Look) -> Looked:
     """Have a short-lived child look at the nodes of a Ray. Raises `UserError` or `RunFailed` of one sentence."""
     command = [sys.executable, "-m", "segue.cluster.hosts.nodes"]
+    environment = os.environ | {"RAY_NUM_REDIS_GET_RETRIES": str(TRIES)}
     end_with_us = functools.partial(die_with_parent, os.getpid())
     try:
         child = subprocess.run(
-            command, input=wire.encode(what), capture_output=True, check=False, timeout=LOOK_SECONDS, preexec_fn=end_with_us
+            command,
+            input=wire.encode(what),
+            env=environment,
+            capture_output=True,
+            check=False,
+            timeout=LOOK_SECONDS,
+            preexec_fn=end_with_us,
         )
     except subprocess.TimeoutExpired:
         raise RunFailed("ray", f"The Ray at {what.address} did not answer within {LOOK_SECONDS:g} s: look at its head.") from None

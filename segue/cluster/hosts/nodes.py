@@ -78,21 +78,27 @@ _WHERE = "start the run on a node of that Ray, under KubeRay in the head pod"
 
 def why(address: str, error: Exception) -> str:
     """What kept this process from a Ray, as one sentence."""
-    text = " ".join(str(error).split())
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__
+    text = " ".join(word for cause in causes for word in str(cause).split())
+    last = str(causes[-1]).strip().rpartition("\n")[2]
     if found := re.search(r"cluster was started with: Ray: (\S+) Python: (\S+) .*started with: Ray: (\S+) Python: (\S+)", text):
         theirs, their_python, ours, our_python = found.groups()
         return (
             f"The Ray at {address} is Ray {theirs} on Python {their_python}, and here is Ray {ours} on Python {our_python}: "
             "install the same on all (with containers, use one image)."
         )
-    if re.search("authenticat|token", text, re.IGNORECASE):
+    if re.search("InvalidAuthToken|authentication token", text):
         return (
-            f"The Ray at {address} wants another token than there is here ({text[:200]}): set RAY_AUTH_MODE and RAY_AUTH_TOKEN "
-            "as its nodes have them."
+            f"The Ray at {address} wants a token, and another one than there is here: set RAY_AUTH_MODE and RAY_AUTH_TOKEN as "
+            "its nodes have them."
         )
     if "Could not find any running Ray instance" in text:
         return f"cluster.ray = 'auto' finds no Ray on this machine: {_WHERE}, or name its address."
-    return f"The Ray at {address} cannot be used from here ({text[:300]}): {_WHERE}."
+    return f"The Ray at {address} cannot be used from here ({last[:300]}): {_WHERE}."
 
 
 def _describe(nodes: list[Node], own: str) -> list[HostFacts]:
