@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from segue.cluster import placement, ray_nodes
+from segue.cluster import placement
 from segue.cluster.hosts.layout import Seat
 from segue.cluster.hosts.member import HOST_RESOURCE
 from segue.cluster.hosts.messages import HostFacts
@@ -48,7 +48,7 @@ def config(patience: float, **rollout: Any) -> Config:
 def there(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, Any]]]:
     """Ray's nodes as the next looks will find them; the last stays."""
     looks: list[list[dict[str, Any]]] = []
-    monkeypatch.setattr(ray_nodes.ray, "nodes", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
+    monkeypatch.setattr("segue.cluster.ray_nodes.ray.nodes", lambda: looks.pop(0) if len(looks) > 1 else looks[0])
     monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.0)
     return looks
 
