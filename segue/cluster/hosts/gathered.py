@@ -20,6 +20,10 @@ from segue.config import load_config
 from segue.errors import UserError
 
 
+TURN_AWAY_SECONDS = 20.0
+"""How long a mistake on the first host keeps it, at most, so that the others hear of it and do not look for it in vain."""
+
+
 class Gathered:
     """A context: entering it waits for all hosts and raises `UserError` or `RunFailed` unless they fit; leaving it ends them.
 
@@ -27,13 +31,18 @@ class Gathered:
     """
 
     def __init__(self, config_path: Path, overrides: list[str], where: Where) -> None:
-        self._config = load_config(config_path, overrides)  # a mistake in it is said before anybody waits
+        self._path, self._overrides = config_path, overrides
         self.code = 1
         self.hosts: list[HostFacts] = []
         mine = facts_here(0, resolve(where.address))
         self._head = Head(mine, where.port, where.hosts, where.token or token_of(os.environ), _print)
 
     def __enter__(self) -> Gathered:
+        try:
+            self._config = load_config(self._path, self._overrides)
+        except UserError:
+            self._head.turn_away("Host 0 has refused the run, and says there what is to be corrected.", TURN_AWAY_SECONDS)
+            raise
         try:
             self.hosts = self._head.gather(self._config.cluster.join_seconds, self._config.rollout.engine)
         except BaseException:
