@@ -250,8 +250,7 @@ class Driver:
                 times = "once" if deaths == 1 else f"{deaths} times"
                 raise RunFailed(
                     name,
-                    f"{name} died {times} in an hour, more than cluster.restarts = {self._counts.limit}: "
-                    f"see {dead.spec.log}.",
+                    f"{name} died {times} in an hour, more than cluster.restarts = {self._counts.limit}: see {dead.spec.log}.",
                 )
             dead.kill()
             if self._placement is not None and not await self._placement.seat_again(name):

@@ -28,7 +28,6 @@ from segue.cluster.processes import adopt_orphans, describe_exit, end_family
 from segue.cluster.stopped import as_it_can_be, tell_stopped
 from segue.console import surviving_stdout
 from segue.errors import RunFailed, UserError
-from segue.rundir import RunDir
 
 GRACE_AFTER_DEATH = 20.0
 """Seconds the driver gets to end by itself, naming the cause, after a part the run cannot do without has died."""

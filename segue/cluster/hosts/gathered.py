@@ -19,7 +19,6 @@ from segue.cluster.prepare import Prepared
 from segue.config import load_config
 from segue.errors import UserError
 
-
 TURN_AWAY_SECONDS = 20.0
 """How long a mistake on the first host keeps it, at most, so that the others hear of it and do not look for it in vain."""
 
