@@ -197,7 +197,7 @@ under_slurm() {
     HEAD_ADDR=${HEAD_ADDR:-$first}
     HEAD_PORT=${HEAD_PORT:-$((29400 + SLURM_JOB_ID % 1000))}
     SEGUE_TOKEN=${SEGUE_TOKEN:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
-    local tasks=(srun --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 "$script" "$@")
+    local tasks=(srun --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=120 "$script" "$@")
     if [ -n "$dry" ]; then
         echo "${tasks[*]}"
         echo "  with HEAD_ADDR=$HEAD_ADDR HEAD_PORT=$HEAD_PORT NUM_NODES=$NUM_NODES SEGUE_TOKEN=..., NODE_RANK of each from SLURM_NODEID"

@@ -39,7 +39,7 @@ def run(
     heard: Callable[[int, str], None] = lambda pid, line: None,
     env: Mapping[str, str] | None = None,
 ) -> Ended:
-    """Run a program to its end. `heard(pid, line)` is called with its process and each line it prints; what it raises ends both."""
+    """Run a program to its end. `heard(pid, line)` is told its process and each line it prints; what it raises ends both."""
     me = os.getpid()
     child = subprocess.Popen(
         command,

@@ -39,6 +39,10 @@ class Window(msgspec.Struct, frozen=True):
             raise UserError(f"{steps} steps leave no steady state with staleness.max_age = {max_age}: use {least} or more.")
         return window
 
+    def steps(self, max_age: int) -> int:
+        """How many steps a run of this age bound takes for a steady state as long as this one."""
+        return self.last - self.warm + (max_age + 1) + (max_age + 2 if max_age else 1)
+
 
 class Spread(msgspec.Struct, frozen=True):
     """Of some values."""

@@ -37,9 +37,7 @@ def setup(plan: Plan) -> dict[str, Any]:
         raise UserError(f"{plan.source} trains on {base.task.env}: sweep a config whose task.env is 'latency'.")
     for point in plan.points:
         for arm in plan.arms:
-            settings = [*plan.sweep.real(base, point, 1.0), *_lines(arm.tables(base, plan.redundancy))]
-            config = _config(plan, settings)
-            Window.of(config.steps, config.staleness.max_age)
+            _arm(plan, base, [*plan.sweep.real(base, point, 1.0), *_lines(arm.tables(base, plan.redundancy))])
     return {**shared_setup(base), "cores": cores_text(base), "steps": base.steps, "redundancy": plan.redundancy}
 
 
@@ -55,7 +53,7 @@ def measure_point(plan: Plan, point: Point) -> At:
             found.append(_ceilings(plan, [*settings, f"seed={seed}"]))
         for arm in plan.arms:
             overrides = [*settings, *_lines(arm.tables(base, plan.redundancy)), f"seed={seed}"]
-            config = _config(plan, overrides)
+            config, overrides = _arm(plan, base, overrides)
             window = Window.of(config.steps, config.staleness.max_age)
             measured = _measured(_train(plan, overrides, window), window, config, seed)
             runs[arm.name].append(_against(measured, found[-1]) if found else measured)
@@ -64,6 +62,13 @@ def measure_point(plan: Plan, point: Point) -> At:
     for name in ("generation_idle_share", "training_wait_share", "repeating_share") if found else ():
         more[name] = statistics.median(getattr(each, name) for each in found)
     return At(point, {"overrides": settings}, runs, more)
+
+
+def _arm(plan: Plan, base: Config, overrides: list[str]) -> tuple[Config, list[str]]:
+    """An arm's config and overrides, with as many steps as its age bound needs for a window as long as the config's own."""
+    bound = _config(plan, overrides).staleness.max_age
+    steps = Window.of(base.steps, base.staleness.max_age).steps(bound)
+    return _config(plan, more := [*overrides, f"steps={steps}"]), more
 
 
 def _ceilings(plan: Plan, overrides: list[str]) -> ceilings.Ceilings:

@@ -70,7 +70,8 @@ def options(config: Config, folder: str, steps: int, stop_tokens: list[int]) -> 
 
 
 def train(job: dict[str, Any]) -> None:
-    """Train, and tell of each step in the job's folder (`STEPS_FILE`, a line each): seconds since training began, sampled tokens in its loss, mean reward."""
+    """Train, and tell of each step in the job's folder (`STEPS_FILE`, a line each): seconds since training began,
+    sampled tokens in its loss, mean reward."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     warnings.filterwarnings("ignore")
     import pyarrow

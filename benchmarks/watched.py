@@ -75,7 +75,9 @@ def train(
     ended = children.run(command, deadline, listen)
     if ended.code != 0 or ended.late:
         words = "\n".join(ended.last)
-        raise RunFailed("train", f"{words}\nThe run in {run} {ended.why(deadline)}: its last lines are above, its logs in {run}/logs.")
+        raise RunFailed(
+            "train", f"{words}\nThe run in {run} {ended.why(deadline)}: its last lines are above, its logs in {run}/logs."
+        )
     missing = sorted(set(marks) - set(scrapes))
     if missing:
         raise RunFailed("train", f"The run in {run} ended without a console line for step {missing[0]}.")

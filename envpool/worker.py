@@ -83,7 +83,7 @@ def _end_descendants(child: int) -> int:
 
 
 def _host(guard_pid: int) -> NoReturn:
-    """The child: a process group of its own, dies with its guard, keeps the channel out of the environments' reach, and serves."""
+    """The child: a process group of its own, ends with its guard, keeps the channel out of environments' reach, and serves."""
     os.setpgid(0, 0)  # a group, not a session: see `ProcessWorkers`
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -16,11 +16,12 @@ from envpool.suites import load_suite
 from rollout.vllm.arguments import check_arguments
 from segue.cluster.cores import check_cores
 from segue.cluster.devices import with_devices
-from segue.cluster.hosts.attached import Attached, check_alone
+from segue.cluster.hosts.attached import Attached
 from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.layout import Seat, lay_out, map_lines
 from segue.cluster.hosts.messages import HostFacts
 from segue.cluster.hosts.plan import note_hosts
+from segue.cluster.hosts.several import check_alone
 from segue.cluster.models import beside, check_model, found_model, make_model
 from segue.cluster.own_suite import try_suite
 from segue.cluster.plan import plan_lines

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.cluster.child import REPORT_FD, SCRATCH, SUPERVISOR, command_line
-from segue.cluster.hosts.attached import Attached, check_alone
+from segue.cluster.hosts.attached import Attached
 from segue.cluster.hosts.gathered import Gathered
 from segue.cluster.hosts.several import Several
 from segue.cluster.hosts.where import Where
@@ -62,10 +62,9 @@ def supervise(
 
 def _several(config_path: Path, overrides: list[str], serial: bool, where: Where | None) -> Several | None:
     """The hosts of a run on several; None where this machine is all of it."""
-    config = load_config(config_path, overrides)  # a mistake in it is said before anybody waits
-    check_alone(config, where.hosts if where is not None else 1)
     if where is not None:
-        return Gathered(config, where)
+        return Gathered(config_path, overrides, where)
+    config = load_config(config_path, overrides)
     return Attached(config) if config.cluster.ray and not serial else None
 
 

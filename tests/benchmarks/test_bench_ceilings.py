@@ -111,9 +111,7 @@ def test_both_runs_of_a_ceiling_are_the_arms_with_one_side_replaced(tmp_path: Pa
 
 def scraped(seconds: float, tokens: float, nodes: int = 2) -> dict[str, dict[str, float]]:
     state = "segue_worker_state_seconds_total"
-    return {
-        f"rollout-{i}": {f'{state}{{state="generate"}}': seconds, "segue_decode_tokens_total": tokens} for i in range(nodes)
-    }
+    return {f"rollout-{i}": {f'{state}{{state="generate"}}': seconds, "segue_decode_tokens_total": tokens} for i in range(nodes)}
 
 
 def test_the_rate_of_generation_is_by_the_nodes_own_clocks() -> None:

@@ -1,10 +1,11 @@
 """Several hosts out of one: network namespaces on a bridge, each with an address of its own. Needs root and iproute2.
 
-They share the file system, which stands for shared storage, and the process ids, so that `ip netns pids` finds all that runs there.
+They share the file system, which stands for shared storage, and the process ids: `ip netns pids` finds all that runs there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -101,10 +102,8 @@ class Hosts:
         for host in range(self._count):
             while (pids := self.pids(host)) and time.monotonic() < deadline:
                 for pid in pids:
-                    try:
+                    with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                    except ProcessLookupError:
-                        pass
                 time.sleep(0.05)
             subprocess.run(["ip", "netns", "delete", self.name(host)], capture_output=True)
         subprocess.run(["ip", "link", "delete", self._bridge], capture_output=True)

@@ -28,7 +28,11 @@ def test_a_role_without_cores_of_its_own_has_those_of_the_cluster() -> None:
 
 @pytest.mark.parametrize(
     ("given", "what"),
-    [("learner.cores=[[0, 0]]", "twice"), ("cluster.cores=[-1]", "the first of which is 0"), ("envpool.cores=[[]]", "at least one")],
+    [
+        ("learner.cores=[[0, 0]]", "twice"),
+        ("cluster.cores=[-1]", "the first of which is 0"),
+        ("envpool.cores=[[]]", "at least one"),
+    ],
 )
 def test_what_is_no_list_of_cores_is_refused(given: str, what: str) -> None:
     with pytest.raises(UserError, match=what):
@@ -56,7 +60,7 @@ def test_all_threads_of_a_process_are_pinned_and_what_they_start_later() -> None
         pin(child.pid, [HERE[-1]], "learner.cores")
         threads = [int(name) for name in os.listdir(f"/proc/{child.pid}/task")]
         assert len(threads) == 4 and all(os.sched_getaffinity(thread) == {HERE[-1]} for thread in threads)
-        with pytest.raises(UserError, match="learner.cores names core 4095"):
+        with pytest.raises(UserError, match=r"learner\.cores names core 4095"):
             pin(child.pid, [4095], "learner.cores")
         pin(child.pid, [], "learner.cores")
         assert os.sched_getaffinity(child.pid) == {HERE[-1]}, "no cores: nothing changes"

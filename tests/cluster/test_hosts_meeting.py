@@ -179,3 +179,16 @@ def test_an_unknown_address_is_said() -> None:
     assert resolve("localhost") in ("127.0.0.1", "::1")
     with pytest.raises(UserError, match="is no address that is known here"):
         resolve("no-such-host.invalid")
+
+
+def test_where_there_will_be_no_run_all_who_are_there_or_come_are_told(meeting: Callable[[int], tuple[Head, int]]) -> None:
+    head, port = meeting(3)
+    mine = facts_here(0, "127.0.0.1")
+    early = member(port, msgspec.structs.replace(mine, rank=1))
+    turned = threading.Thread(target=head.turn_away, args=("No run today.", 20.0))
+    turned.start()
+    assert heard(early) == Refused("No run today.")
+    late = member(port, msgspec.structs.replace(mine, rank=2))
+    assert heard(late) == Refused("No run today.")
+    turned.join(20.0)
+    assert not turned.is_alive(), "all have heard it: it does not wait for anybody else"

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from segue.rundir import read_jsonl
 from launches import Launch
 from namespaces import Hosts, lacking
+
+from segue.rundir import read_jsonl
 
 FIRST_STEP_SECONDS = 90.0
 CUT_SECONDS = 30.0
 QUICKSTART_SECONDS = 600.0
 PORT = 29411
-APART = 'cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[2]}'
+APART = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[2]}"
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
@@ -37,9 +37,7 @@ def launch(hosts: Hosts, folder: Path, *words: str, ranks: tuple[int, ...] = (0,
     """The same call on every host, as docs/cluster.md says."""
     call = ["./launch.sh", *words, "--run", str(folder / "run")]
     shared = {"HEAD_ADDR": hosts.address(0), "HEAD_PORT": str(PORT), "NUM_NODES": "3", "SEGUE_TOKEN": "words that all know"} | env
-    return [
-        Launch(hosts.command(rank, *call), folder / f"host-{rank}.txt", shared | {"NODE_RANK": str(rank)}) for rank in ranks
-    ]
+    return [Launch(hosts.command(rank, *call), folder / f"host-{rank}.txt", shared | {"NODE_RANK": str(rank)}) for rank in ranks]
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -67,7 +65,9 @@ def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: 
         head, *members = [stack.enter_context(each) for each in launch(hosts, tmp_path, *words)]
         head.line(r"^step +1/", FIRST_STEP_SECONDS)
         first = time.monotonic() - head.began
-        targets = {path.stem: json.loads(path.read_text())[0]["targets"][0] for path in (tmp_path / "run/metrics/targets").glob("*")}
+        targets = {
+            path.stem: json.loads(path.read_text())[0]["targets"][0] for path in (tmp_path / "run/metrics/targets").glob("*")
+        }
         where = {name: address.rpartition(":")[0] for name, address in targets.items()}
         assert where["learner-0"] == where["scheduler-0"] == hosts.address(0)
         assert where["rollout-0"] == hosts.address(1)

@@ -22,10 +22,12 @@ import psutil
 import pytest
 from e2e_run import Command, assert_whole, kill, segue
 
-from segue.cluster.hosts.attached import Attached, check_alone, look
+from segue.cluster.hosts import gathered
+from segue.cluster.hosts.attached import Attached, look
 from segue.cluster.hosts.messages import Look
 from segue.cluster.hosts.nodes import why
 from segue.cluster.hosts.plan import read_hosts
+from segue.cluster.hosts.several import check_alone
 from segue.cluster.hosts.where import Where
 from segue.cluster.supervisor import supervise
 from segue.config import Config, load_config
@@ -48,12 +50,16 @@ print(json.dumps({"actors": actors, "groups": groups, "nodes": nodes}))
 """
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 class RayThere:
     """A Ray of two nodes that nobody of Segue started. Not at 127.0.0.1: Ray makes the address of an interface out of that."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.address = f"127.0.0.2:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.2:{free_port()}"
         self.env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
         port = self.address.rpartition(":")[2]
         self._folder = folder
@@ -127,14 +133,14 @@ def test_an_address_is_host_and_port(address: str) -> None:
         config(ray=address)
 
 
-def test_hosts_are_not_gathered_for_a_ray_that_has_its_own(tmp_path: Path) -> None:
+def test_hosts_are_not_gathered_for_a_ray_that_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered, "TURN_AWAY_SECONDS", 0.0)
     check_alone(config(ray="auto"), 1)
     check_alone(config(), 4)
+    where = Where(2, "127.0.0.1", free_port(), "words")
     sentence = r"cluster.ray = 'auto' runs on the nodes of a Ray that is there, and --hosts \(NUM_NODES\) gathers others"
     with pytest.raises(UserError, match=sentence):
-        check_alone(config(ray="auto"), 2)
-    with pytest.raises(UserError, match=sentence):
-        supervise(ROOT / SMOKE, ["cluster.ray=auto"], tmp_path / "run", False, False, Where(2, "127.0.0.1"))
+        supervise(ROOT / SMOKE, ["cluster.ray=auto"], tmp_path / "run", False, False, where)
     assert not (tmp_path / "run").exists()
 
 
@@ -153,8 +159,7 @@ def test_what_keeps_us_from_a_ray_is_one_sentence() -> None:
 
 @pytest.mark.processes
 def test_nobody_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     with pytest.raises(UserError, match=rf"No Ray answers at {address} \(Connection refused\): correct cluster.ray"):
         look(Look(address))
 

@@ -92,12 +92,3 @@ def look(what: Look) -> Looked:
     if seen.sentence:
         raise UserError(seen.sentence)
     return seen
-
-
-def check_alone(config: Config, hosts: int) -> None:
-    """Raises `UserError` where a run is to gather hosts and to use a Ray that has its own."""
-    if config.cluster.ray and hosts > 1:
-        raise UserError(
-            f"cluster.ray = '{config.cluster.ray}' runs on the nodes of a Ray that is there, and --hosts (NUM_NODES) gathers "
-            "others: leave one of them out."
-        )

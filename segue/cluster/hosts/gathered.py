@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.head import Head
 from segue.cluster.hosts.messages import HostFacts, Join
-from segue.cluster.hosts.several import to_be_seen
+from segue.cluster.hosts.several import check_alone, to_be_seen
 from segue.cluster.hosts.where import Where, resolve, token_of
-from segue.config import Config
+from segue.config import load_config
 from segue.errors import UserError
 
 if TYPE_CHECKING:
     from segue.cluster.prepare import Prepared
+
+TURN_AWAY_SECONDS = 20.0
+"""How long a mistake on the first host keeps it, at most, so that the others hear of it and do not look for it in vain."""
 
 
 class Gathered:
@@ -23,8 +27,8 @@ class Gathered:
 
     ray = ""
 
-    def __init__(self, config: Config, where: Where) -> None:
-        self._config = config
+    def __init__(self, config_path: Path, overrides: list[str], where: Where) -> None:
+        self._path, self._overrides, self._count = config_path, overrides, where.hosts
         self.code = 1
         self.hosts: list[HostFacts] = []
         mine = facts_here(0, resolve(where.address))
@@ -32,7 +36,13 @@ class Gathered:
 
     def __enter__(self) -> Gathered:
         try:
-            self.hosts = self._head.gather(self._config.cluster.join_seconds, self._config.rollout.engine)
+            config = load_config(self._path, self._overrides)
+            check_alone(config, self._count)
+        except UserError:
+            self._head.turn_away("Host 0 has refused the run, and says there what is to be corrected.", TURN_AWAY_SECONDS)
+            raise
+        try:
+            self.hosts = self._head.gather(config.cluster.join_seconds, config.rollout.engine)
         except BaseException:
             self._head.close(2)
             raise

@@ -53,6 +53,7 @@ class Head:
         self._members: dict[int, _Member] = {}
         self._strangers: list[str] = []
         self._engine = ""
+        self._refusal = ""
         self._check: Check | None = None
         self._join: Join | None = None
         self._changed = threading.Condition()
@@ -126,6 +127,15 @@ class Head:
         for member in members:
             member.say(join)
 
+    def turn_away(self, sentence: str, seconds: float) -> None:
+        """There will be no run: say so to every host that is here or comes within `seconds`, and end."""
+        with self._changed:
+            self._refusal = sentence
+            for member in self._members.values():
+                member.say(Refused(sentence))
+            self._changed.wait_for(lambda: len(self._members) >= self._count - 1, seconds)
+        self.close(2)
+
     def close(self, code: int) -> None:
         """Tell all members that the run is over, and with which exit code."""
         with self._changed:
@@ -190,6 +200,8 @@ class Head:
                 return sentence
             self._members[facts.rank] = member
             check, join = self._check, self._join
+            if self._refusal:
+                member.say(Refused(self._refusal))
             self._changed.notify_all()
         if join is not None:
             self._say(f"host {facts.rank} ({facts.name}) has come")

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 from segue.cluster.hosts.layout import lay_out
 from segue.cluster.hosts.messages import Check, HostFacts
 from segue.cluster.ports import ports_needed
+from segue.config import Config
+from segue.errors import UserError
 
 if TYPE_CHECKING:
     from segue.cluster.prepare import Prepared
@@ -66,3 +68,12 @@ def to_be_seen(prepared: Prepared, hosts: Sequence[HostFacts]) -> Iterator[tuple
         raise
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def check_alone(config: Config, hosts: int) -> None:
+    """Raises `UserError` where a run is to gather hosts and to use a Ray that has its own."""
+    if config.cluster.ray and hosts > 1:
+        raise UserError(
+            f"cluster.ray = '{config.cluster.ray}' runs on the nodes of a Ray that is there, and --hosts (NUM_NODES) gathers "
+            "others: leave one of them out."
+        )
