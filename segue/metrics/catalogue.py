@@ -133,7 +133,7 @@ _PROCESS = (
         "gauge",
         "starts",
         ASYNCIO,
-        "Which start of this process in this attempt of the run it is: 1, and one more each time one was put in the place of a dead one.",
+        "Which start of this process in this attempt of the run it is: 1, and one more for each death before it.",
     ),
     _counter(
         "segue_metric_writes_total", "writes", ALL, "Values written to this process's metrics: what measuring costs, counted."

@@ -229,6 +229,7 @@ class Metrics(Collector):
         histogram = self._histogram(name, labels)
         with self._lock:
             histogram.observe(float(value), 1)
+            self._writes.count += 1
 
     def observe_counts(self, name: str, values: Sequence[float], counts: Sequence[int], **labels: str) -> None:
         """Observe `values[i]` `counts[i]` times, all at once. Raises ValueError on NaN, infinity or a negative count."""

@@ -18,7 +18,10 @@ HERE = sorted(os.sched_getaffinity(0))
 
 
 def test_a_role_without_cores_of_its_own_has_those_of_the_cluster() -> None:
-    config = load_config(CONFIG, ["rollout.nodes=3", "rollout.cores=[[0], [1, 2]]", "cluster.cores=[3]", "scheduler.cores=[4]"])
+    config = load_config(
+        CONFIG,
+        ["rollout.nodes=3", "rollout.max_episodes=8", "rollout.cores=[[0], [1, 2]]", "cluster.cores=[3]", "scheduler.cores=[4]"],
+    )
     assert [cores_of(config, "rollout", rank) for rank in range(3)] == [[0], [1, 2], [0]], "in turn"
     assert (cores_of(config, "scheduler", 0), cores_of(config, "learner", 0), cores_of(config, "envpool", 0)) == ([4], [3], [3])
     assert (key_of(config, "rollout"), key_of(config, "learner")) == ("rollout.cores", "cluster.cores")

@@ -104,8 +104,8 @@ def test_train_hands_over_what_it_was_told(monkeypatch: pytest.MonkeyPatch, conf
     arguments = ("--run", "runs/x", "--resume", "--serial", "--set", "steps=2", "--set", "seed=3")
     assert segue("train", config, *arguments)[0] == 0
     assert fake.calls == [
-        ((config, [], None, False, False), {}),
-        ((config, ["steps=2", "seed=3"], Path("runs/x"), True, True), {}),
+        ((config, [], None, False, False, None), {}),
+        ((config, ["steps=2", "seed=3"], Path("runs/x"), True, True, None), {}),
     ]
 
 
