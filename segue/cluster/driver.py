@@ -226,6 +226,8 @@ class Driver:
             for task in done - {interrupt}:
                 actor = self._ends.pop(task, None)
                 self._restarts.discard(task)
+                if task.cancelled():  # the end of a silent one is not waited for
+                    continue
                 error = task.exception()
                 if actor is not None and not actor.fatal and _worth_another(error, actor):
                     self._begin_restart(actor)
