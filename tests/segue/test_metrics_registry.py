@@ -14,7 +14,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from segue.metrics import BuildInfo, Metrics, StateClock
-from segue.metrics.registry import UndeclaredMetric, read_sample
+from segue.metrics.registry import UndeclaredMetric
+from segue.metrics.samples import read_sample
 from segue.metrics.vocabulary import ROLES, STATES
 
 AGE = "segue_token_staleness_versions"
