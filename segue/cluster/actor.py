@@ -16,7 +16,7 @@ from typing import Any
 from segue import wire
 from segue.cluster.peers import RayPeer
 from segue.cluster.processes import output_to
-from segue.cluster.roles import GET_FACTS, RoleSpec, failure_of
+from segue.cluster.roles import GET_FACTS, GetFacts, RoleSpec, failure_of
 from segue.cluster.wiring import Host, build_host
 from segue.errors import UserError
 from segue.ports.rpc import Done, Failure
@@ -61,7 +61,7 @@ class RoleActor:
         if self._host is None:
             return wire.encode(Failure("internal", "NotBuilt", f"{self._spec.name} is still being built"))
         if method == GET_FACTS.name:
-            return wire.encode(self._host.facts())
+            return wire.encode(self._host.facts(wire.decode(body, GetFacts).names))
         return await self._host.role.handle(method, body)
 
     async def run(self) -> bytes:

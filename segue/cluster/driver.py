@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,6 +38,8 @@ log = logging.getLogger("segue.cluster.driver")  # run as __main__
 
 T = TypeVar("T")
 MAX_POOL_RESTARTS = 5
+COUNTED_SECONDS = 2.0
+"""How long a step's line waits for what the roles have counted; it is written without those that do not answer."""
 DEATHS_SETTLE_SECONDS = 1.0
 """A role may fail because another died; the news of the death may come a little later than the failure."""
 
@@ -217,7 +219,8 @@ class Driver:
         learners = [task for task, actor in self._ends.items() if actor.spec.role == "learner"]
         learned = asyncio.gather(*learners, return_exceptions=True)
         scheduler, console = self._actors["scheduler-0"].peer, self._job.console
-        controller = Controller(self._config, self._run, scheduler, learned, console, only_eval=self._job.only_eval)
+        only_eval = self._job.only_eval
+        controller = Controller(self._config, self._run, scheduler, learned, console, self._counted, only_eval=only_eval)
         course = asyncio.create_task(controller.run())
         silence = asyncio.create_task(self._watch_silence())
         beating = asyncio.create_task(self._beat())
@@ -325,12 +328,19 @@ class Driver:
         if errors:
             raise next((error for error in errors if isinstance(error, Died)), errors[0])
 
-    async def _facts(self) -> dict[str, Facts]:
+    async def _facts(self, names: Collection[str] = (), timeout: float = 10.0) -> dict[str, Facts]:
+        """Of all roles that answer in time; `names`: these metrics alone."""
         facts: dict[str, Facts] = {}
-        for actor in self._actors.values():
+
+        async def tell(actor: _Actor) -> None:
             with contextlib.suppress(PeerError):
-                facts[actor.name] = await ask(actor.peer, GET_FACTS, GetFacts(), timeout=10.0)
+                facts[actor.name] = await ask(actor.peer, GET_FACTS, GetFacts([*names]), timeout)
+
+        await asyncio.gather(*map(tell, self._actors.values()))
         return facts
+
+    async def _counted(self, names: Collection[str]) -> dict[str, Facts]:
+        return await self._facts(names, COUNTED_SECONDS)
 
     async def _stop(self) -> None:
         """Stop all roles, nodes before pools and the scheduler last; those that are dead or do not answer are left to Ray."""

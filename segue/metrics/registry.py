@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -183,15 +183,17 @@ class Metrics(Collector):
         with self._lock:
             return sum(h.sum for key, h in self._histograms[name].items() if _matches(names, key, labels))
 
-    def snapshot(self) -> dict[str, float]:
+    def snapshot(self, names: Collection[str] = ()) -> dict[str, float]:
         """Every sample as plain data, named as in the exposition: `segue_prefill_tokens_total{cause="first"}` → 12.0.
+
+        With `names`, those of these metrics alone, as far as this role exports them; no reader is asked then.
 
         Histograms appear as `…_bucket{…,le="4.0"}`, `…_count` and `…_sum`. `read_sample` takes the names apart again.
         """
-        self._refresh()
+        self._refresh(readers=not names)
         samples: dict[str, float] = {}
         with self._lock:
-            for metric in self._declared.values():
+            for metric in (metric for metric in self._declared.values() if not names or metric.name in names):
                 for key, value in self._values.get(metric.name, {}).items():
                     samples[sample_name(metric.name, metric.label_names, key)] = value
                 for key, histogram in self._histograms.get(metric.name, {}).items():
@@ -275,10 +277,10 @@ class Metrics(Collector):
             found += [(key, float(sum(h.counts))) for key, h in self._histograms.get(name, {}).items()]
         return [(key, value) for key, value in found if _matches(names, key, labels)]
 
-    def _refresh(self) -> None:
+    def _refresh(self, readers: bool = True) -> None:
         """Bring up to date what is read and not written."""
         self._read_clock()
-        for name, labels, value in [reading for reader in self._readers for reading in reader()]:
+        for name, labels, value in [reading for reader in self._readers * readers for reading in reader()]:
             metric = self._declared.get(name)
             if metric is None or not metric.read:
                 raise UndeclaredMetric(f"{name}: a reader brought it to {self.role}, for which it is not declared as read")
