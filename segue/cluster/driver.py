@@ -31,7 +31,7 @@ from segue.cluster.roles import GET_FACTS, Facts, GetFacts, RoleSpec
 from segue.cluster.supervisor import died
 from segue.config import to_toml
 from segue.errors import RunFailed, UserError
-from segue.ports.rpc import Failure, PeerError, ask
+from segue.ports.rpc import Failure, PeerError, RemoteError, ask
 from segue.rundir import RunDir
 
 log = logging.getLogger("segue.cluster.driver")  # run as __main__
@@ -333,7 +333,7 @@ class Driver:
         facts: dict[str, Facts] = {}
 
         async def tell(actor: _Actor) -> None:
-            with contextlib.suppress(PeerError):
+            with contextlib.suppress(PeerError, RemoteError):
                 facts[actor.name] = await ask(actor.peer, GET_FACTS, GetFacts([*names]), timeout)
 
         await asyncio.gather(*map(tell, self._actors.values()))
