@@ -1,0 +1,124 @@
+"""`segue top RUN`: looks at a run again and again and draws what it sees, until the run is over or Ctrl-C.
+
+Consumes: `/metrics` of the run's processes, its metrics.jsonl and summary.json, and Prometheus' alerts where one watches the run.
+Waits for: every answer up to `ASK_SECONDS`; the interval between two looks. Unblocked by: Ctrl-C at any moment. Produces: pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from segue.config import load_config
+from segue.metrics.scrape import Scraper
+from segue.monitoring.firing import alerts_of
+from segue.report.read import age_bound, condition_of, read_report
+from segue.rundir import RunDir, read_jsonl
+from segue.top.draw import draw
+from segue.top.model import Look, live, past
+
+ASK_SECONDS = 2.0
+WINDOW_SECONDS = 10.0
+"""Shares and rates are over the looks of so long, or over two looks if they are further apart."""
+TAIL = 1 << 16
+"""Bytes at the end of metrics.jsonl that hold its newest line."""
+WIDTH = 160
+"""Columns where there is no terminal."""
+
+
+def top(path: Path, interval: float, once: bool, out: IO[str]) -> int:
+    """Show the run in `path`; 0. With `once`, or where `out` is no terminal, one picture. Raises `UserError` if there is none."""
+    watch = Watch(RunDir.open(path))
+    try:
+        if once or not out.isatty():
+            watch.look()
+            if watch.goes_on:
+                time.sleep(interval)
+                watch.look()
+        else:
+            with Live(console=Console(file=out), screen=True, auto_refresh=False) as screen:
+                while watch.look() or watch.goes_on:
+                    screen.update(watch.picture(), refresh=True)
+                    time.sleep(interval)
+        console = Console(file=out) if out.isatty() else Console(file=out, width=WIDTH, no_color=True)
+        console.print(watch.picture())
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+class Watch:
+    """One run under watch: the newest looks at it, and how it stands."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._config = load_config(run.config)
+        self._bound = age_bound(run, self._config)
+        self._scraper = Scraper(run, ASK_SECONDS)
+        self._looks: deque[Look] = deque()
+        self.goes_on = True
+
+    def look(self) -> bool:
+        """Look once more. False: nothing that goes on was seen."""
+        samples, silent = self._scraper.ask()
+        look = Look(time.monotonic(), time.time(), samples, silent, newest_line(self._run.metrics))
+        while len(self._looks) > 1 and look.moment - self._looks[1].moment >= WINDOW_SECONDS:
+            self._looks.popleft()
+        self._looks.append(look)
+        self.goes_on = bool(samples) or self._run.held()
+        return self.goes_on
+
+    def picture(self) -> Group:
+        """What was seen, drawn."""
+        look = self._looks[-1]
+        trained = 0 if look.line is None else int(look.line["step"]) + 1
+        sentence = condition_of(self._run, self._config, trained).sentence
+        alerts = alerts_of(self._run) if self.goes_on else None
+        if look.samples or (self.goes_on and look.silent):
+            before = self._looks[0] if len(self._looks) > 1 else None
+            seen = live(before, look)
+        else:
+            lines = read_jsonl(self._run.metrics)
+            seen = past(lines, self._summary(), self._bound)
+            sentence += self._silence(bool(lines)) if self.goes_on else ""
+        return draw(f"Run {self._run.name}", sentence, seen, alerts, self._config.steps, look.wall)
+
+    def _silence(self, trains: bool) -> str:
+        """Why a run that goes on shows no process."""
+        serial = (self._run.logs / "serial-0.log").exists()
+        if serial:
+            return " In one process (--serial), which exports nothing: these are the figures of its steps."
+        return " No process answers yet." if not trains else " No process answers: it may be stopping."
+
+    def _summary(self) -> dict[str, Any] | None:
+        return read_report(self._run.path)[0] if self._run.summary.is_file() else None
+
+
+def newest_line(path: Path) -> dict[str, Any] | None:
+    """The last whole line of metrics.jsonl; None without one. Reads its end alone, as long as that holds a line."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            for length in (TAIL, size):
+                file.seek(max(0, size - length))
+                whole = file.read().rpartition(b"\n")[0]
+                start = whole.rfind(b"\n") + 1
+                if start or length >= size:
+                    return _parsed(whole[start:])
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        parsed = json.loads(line)
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
