@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from segue import __version__, suite_path
+from segue.build import git_sha
 from segue.errors import RunFailed, UserError
 
 CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
@@ -314,7 +315,7 @@ class RunDir:
         with JsonLines(self.path / ATTEMPTS) as lines:
             started = now.isoformat(timespec="seconds")
             line = {"attempt": attempt, "started": started, "version": __version__, "resumed_from": resumed_from}
-            lines.append(line | {"suite_path": suite_path.folders()})
+            lines.append(line | {"suite_path": suite_path.folders(), "git_sha": git_sha()})
         return attempt
 
     def env_log(self) -> Path:

@@ -38,13 +38,18 @@ def age_bound(run: RunDir, config: Config) -> int:
     return max(config.staleness.max_age, *earlier, 0)
 
 
+def recorded_evals(run: RunDir) -> dict[str, Any]:
+    """The evaluations so far by name, as summary.json has them; empty if there are none."""
+    return _load(run.evals) if run.evals.is_file() else {}
+
+
 def _load(path: Path) -> dict[str, Any]:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): restore it, or remove it to see the figures of the steps.") from None
     if not isinstance(summary, dict):
-        raise UserError(f"{path} holds no summary: restore it, or remove it to see the figures of the steps.")
+        raise UserError(f"{path} holds no figures: restore it, or remove it to see those of the steps.")
     return summary
 
 

@@ -23,16 +23,16 @@ _WORK, _IDLE = ("green", "cyan", "blue", "magenta"), ("yellow", "bright_black", 
 _UNKNOWN = "–"
 
 
-def draw(
-    title: str, condition: str, picture: Picture, alerts: tuple[Sequence[Firing], str] | None, of: int, wall: float
-) -> Group:
-    """Everything on one screen: `of` is how many steps there will be, `wall` the moment (Unix seconds), `alerts` what is known of
-    them and why not more; None where that is no question any more."""
+Alerts = tuple[Sequence[Firing], str]
+"""What is known of alerts, and why not more."""
+
+
+def draw(title: str, condition: str, picture: Picture, alerts: Alerts | None, of: int, wall: float) -> Group:
+    """Everything on one screen: `of` is how many steps there will be, `wall` the moment (Unix seconds), `alerts` None where they
+    are no question any more."""
     over = "all of the run" if picture.span is None else f"the last {picture.span:.0f} s"
-    head = Text.assemble(
-        (title, "bold"), "  ", condition, f"  {time.strftime('%H:%M:%S', time.localtime(wall))}, shares over {over}"
-    )
-    parts: list[RenderableType] = [head, Text()]
+    moment = time.strftime("%H:%M:%S", time.localtime(wall))
+    parts: list[RenderableType] = [Text.assemble((title, "bold"), f"  {condition}  {moment}, shares over {over}."), Text()]
     if picture.line is not None:
         parts += [Text(step_text(picture.line, of)), Text()]
     if picture.processes:
@@ -99,6 +99,8 @@ def _words(process: Process) -> Text:
 
 def figures(picture: Picture) -> Iterator[tuple[str, str]]:
     """(subject, figures) of everything but processes and alerts; what is not known is left out."""
+    if picture.success:
+        yield "success", ", ".join(f"{name} training {value:.3f}" for name, value in picture.success.items())
     if picture.queues:
         yield (
             "queues",

@@ -92,6 +92,8 @@ class Picture:
     newest: int | None = None
     latency: Latency | None = None
     per_second: Mapping[str, float] = field(default_factory=dict)
+    success: Mapping[str, float] = field(default_factory=dict)
+    """On held-out tasks, by evaluation."""
 
 
 def live(before: Look | None, now: Look) -> Picture:
@@ -205,12 +207,12 @@ def _ages(samples: Scrape, line: Mapping[str, Any] | None) -> Ages:
     name = "segue_token_staleness_versions"
     count = total(samples, "learner", f"{name}_count")
     bounds = [int(bound) for bound in values(samples, "learner", "segue_staleness_bound_versions")]
-    edges = quantile(difference({}, samples), "learner", name, 1.0) if count else None
+    greatest = quantile(difference({}, samples), "learner", name, 1.0) if count else None
     return Ages(
         last_mean=steps.age_mean(last),
         last_max=steps.age_max(last),
         mean=total(samples, "learner", f"{name}_sum") / count if count else None,
-        max=None if edges is None else int(edges),
+        max=None if greatest is None else int(greatest),
         bound=max(bounds, default=None),
     )
 
@@ -250,6 +252,7 @@ def past(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, 
         newest=None if line is None else int(line["version"]),
         latency=None if p50 is None or p95 is None else Latency(p50, p95, "last step"),
         per_second=_past_rates(lines),
+        success={name: found["success"] for name, found in ((summary or {}).get("eval") or {}).items() if found},
     )
 
 

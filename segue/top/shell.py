@@ -1,11 +1,13 @@
 """`segue top RUN`: looks at a run again and again and draws what it sees, until the run is over or Ctrl-C.
 
 Consumes: `/metrics` of the run's processes, its metrics.jsonl and summary.json, and Prometheus' alerts where one watches the run.
-Waits for: every answer up to `ASK_SECONDS`; the interval between two looks. Unblocked by: Ctrl-C at any moment. Produces: pictures.
+Waits for: every answer up to `ASK_SECONDS`; the interval between two looks. Unblocked by: Ctrl-C at any moment.
+Produces: pictures.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections import deque
@@ -28,8 +30,8 @@ WINDOW_SECONDS = 10.0
 """Shares and rates are over the looks of so long, or over two looks if they are further apart."""
 TAIL = 1 << 16
 """Bytes at the end of metrics.jsonl that hold its newest line."""
-WIDTH = 160
-"""Columns where there is no terminal."""
+WIDTH = 240
+"""Columns where there is no terminal: no figure is torn apart."""
 
 
 def top(path: Path, interval: float, once: bool, out: IO[str]) -> int:
@@ -43,14 +45,23 @@ def top(path: Path, interval: float, once: bool, out: IO[str]) -> int:
                 watch.look()
         else:
             with Live(console=Console(file=out), screen=True, auto_refresh=False) as screen:
-                while watch.look() or watch.goes_on:
+                while watch.look():
                     screen.update(watch.picture(), refresh=True)
                     time.sleep(interval)
-        console = Console(file=out) if out.isatty() else Console(file=out, width=WIDTH, no_color=True)
-        console.print(watch.picture())
+        _print(watch.picture(), out)
     except KeyboardInterrupt:
         pass
     return 0
+
+
+def _print(picture: Group, out: IO[str]) -> None:
+    if out.isatty():
+        Console(file=out).print(picture)
+        return
+    plain = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    with plain.capture() as lines:
+        plain.print(picture)
+    print("\n".join(line.rstrip() for line in lines.get().splitlines()), file=out, flush=True)
 
 
 class Watch:
@@ -86,7 +97,10 @@ class Watch:
         else:
             lines = read_jsonl(self._run.metrics)
             seen = past(lines, self._summary(), self._bound)
-            sentence += self._silence(bool(lines)) if self.goes_on else ""
+            if self.goes_on:
+                sentence += self._silence(bool(lines))
+            elif look.silent:
+                sentence += f" Processes that ended without a word: {', '.join(look.silent)}."
         return draw(f"Run {self._run.name}", sentence, seen, alerts, self._config.steps, look.wall)
 
     def _silence(self, trains: bool) -> str:
