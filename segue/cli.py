@@ -149,7 +149,7 @@ def top(
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="With --html: where the page goes; default RUN/report.html.")
+        Path | None, typer.Argument(metavar="FILE", help="With --html: where the page goes; default RUN/report.html.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     as_html: Annotated[bool, typer.Option("--html", help="Write a page with the curves of the run and print its path.")] = False,
