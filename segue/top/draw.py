@@ -43,9 +43,10 @@ def draw(title: str, condition: str, picture: Picture, alerts: Alerts | None, of
 
 def _processes(picture: Picture) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    for column in ("process", "bar", "busy"):
-        table.add_column(column, no_wrap=True, justify="right" if column == "busy" else "left")
-    table.add_column("states", overflow="ellipsis", no_wrap=True)
+    names = max(len(process.name) for process in picture.processes)
+    for width in (names, BAR, 4):  # where there is little room, the words are cut
+        table.add_column(no_wrap=True, min_width=width, justify="right" if width == 4 else "left")
+    table.add_column(overflow="ellipsis", no_wrap=True)
     for process in picture.processes:
         busy = _UNKNOWN if process.busy is None else f"{process.busy:.0%}"
         table.add_row(Text(process.name, "bold"), bar(process), busy, _words(process))
