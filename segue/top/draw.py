@@ -43,10 +43,10 @@ def draw(title: str, condition: str, picture: Picture, alerts: Alerts | None, of
 
 def _processes(picture: Picture) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    names = max(len(process.name) for process in picture.processes)
-    for width in (names, BAR, 4):  # where there is little room, the words are cut
-        table.add_column(no_wrap=True, min_width=width, justify="right" if width == 4 else "left")
-    table.add_column(overflow="ellipsis", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column()  # as if it could be wrapped: where there is little room, this one gives way; its texts are cut
     for process in picture.processes:
         busy = _UNKNOWN if process.busy is None else f"{process.busy:.0%}"
         table.add_row(Text(process.name, "bold"), bar(process), busy, _words(process))
@@ -84,7 +84,7 @@ def _cells(shares: Sequence[float], cells: int) -> list[int]:
 
 def _words(process: Process) -> Text:
     """The states by share, what the process is in now, its version, and what is wrong with it."""
-    text = Text()
+    text = Text(no_wrap=True, overflow="ellipsis")
     if process.trouble:
         text.append(f"{process.trouble}  ", "bold red")
     if process.version is not None or process.behind:

@@ -223,6 +223,7 @@ def test_everything_fits_on_a_screen_of_eighty_columns() -> None:
         console.print(draw("Run x", "It goes on.", picture, ([], "not watched"), 9, 5000.0))
     lines = text.get().splitlines()
     assert len(lines) < 40 and max(map(len, lines)) <= 80
+    assert re.search(r"^rollout × 40 +█{18}░{6}  75%  generate 75%, wait", text.get(), re.M), "words are cut, figures are not"
     assert dict(figures(picture))["tokens/s"] == "sampled 4,000, prefilled 1,600, trained in the last step 150"
 
 
