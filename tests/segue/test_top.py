@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -34,6 +35,9 @@ from segue.rundir import JsonLines, RunDir, write_json
 from segue.top.draw import bar, draw, figures
 from segue.top.model import Look, Process, live
 from segue.top.shell import newest_line, top
+
+SECONDS = 60.0
+"""Until a command that does not do its part fails its test."""
 
 
 def shown(*arguments: object) -> tuple[int, str, str]:
@@ -160,14 +164,20 @@ def test_on_a_terminal_it_draws_until_ctrl_c(going_on: RunDir) -> None:
     child = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=os.environ | {"TERM": "xterm", "COLUMNS": "120"})
     os.close(its)
     seen = b""
+
+    def more() -> bytes:
+        """What it draws next. Raises OSError at the end of a terminal that nobody has open any more."""
+        assert select.select([ours], [], [], SECONDS)[0], "it draws nothing"
+        return os.read(ours, 65536)
+
     try:
         while b"learner-0" not in seen:
-            seen += os.read(ours, 65536)
+            seen += more()
         child.send_signal(signal.SIGINT)
-        with pytest.raises(OSError):  # the end of a terminal that nobody has open any more
+        with pytest.raises(OSError):
             while True:
-                seen += os.read(ours, 65536)
-        assert child.wait(60.0) == 0
+                seen += more()
+        assert child.wait(SECONDS) == 0
     finally:
         child.kill()
         child.wait()
