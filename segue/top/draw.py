@@ -123,7 +123,7 @@ def figures(picture: Picture) -> Iterator[tuple[str, str]]:
 def _ages(ages: Ages) -> str:
     return (
         f"last step mean {_n(ages.last_mean, '.2f')}, max {_n(ages.last_max, 'd')}; "
-        f"whole run mean {_n(ages.mean, '.2f')}, max {_n(ages.max, 'd')}; bound {_n(ages.bound, 'd')} steps"
+        f"whole run mean {_n(ages.mean, '.2f')}, max {_n(ages.max, 'd')}; bound {ages.bound} steps"
     )
 
 

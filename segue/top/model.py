@@ -21,13 +21,15 @@ _STATE_SECONDS, _ENV = "segue_worker_state_seconds_total", "segue_env_step_secon
 @dataclass(frozen=True)
 class Look:
     """The processes of a run in one moment: `moment` in seconds of any steady clock, `wall` in Unix seconds; `samples` of those
-    that answered, `silent` why the others did not; `line` is the newest of metrics.jsonl."""
+    that answered, `silent` why the others did not; `line` is the newest of metrics.jsonl, `ages` the trained tokens by age of all
+    its lines."""
 
     moment: float
     wall: float
     samples: Scrape = field(default_factory=dict)
     silent: Mapping[str, str] = field(default_factory=dict)
     line: Mapping[str, Any] | None = None
+    ages: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,11 @@ class Queue:
 class Ages:
     """Staleness of trained tokens in steps: of the last step, of the whole run, and the bound. What is not known is None."""
 
-    last_mean: float | None = None
-    last_max: int | None = None
-    mean: float | None = None
-    max: int | None = None
-    bound: int | None = None
+    last_mean: float | None
+    last_max: int | None
+    mean: float | None
+    max: int | None
+    bound: int
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class Picture:
     """On held-out tasks, by evaluation."""
 
 
-def live(before: Look | None, now: Look) -> Picture:
-    """A run that goes on. Shares and rates are over the time since `before`; without it, over the life of the processes."""
+def live(before: Look | None, now: Look, bound: int) -> Picture:
+    """A run that goes on, whose tokens may have an age of at most `bound`. Shares and rates are over the time since `before`; without it, over the life of the processes."""
     samples = now.samples
     seconds = now.moment - before.moment if before is not None else None
     known = {} if before is None else before.samples
@@ -108,7 +110,7 @@ def live(before: Look | None, now: Look) -> Picture:
     return Picture(
         span=seconds,
         processes=[process for role in ROLES for process in _of_role(role, found)],
-        ages=_ages(samples, now.line),
+        ages=_ages(now.line, now.ages, bound),
         line=now.line,
         queues=list(_queues(samples)),
         in_flight=_whole(samples, "scheduler", "segue_episodes_in_flight"),
@@ -202,19 +204,9 @@ def _queues(samples: Scrape) -> Iterable[Queue]:
                 yield Queue(queue if role == "scheduler" else f"{role} {queue}", int(depth), int(capacity) or None)
 
 
-def _ages(samples: Scrape, line: Mapping[str, Any] | None) -> Ages:
+def _ages(line: Mapping[str, Any] | None, whole: Sequence[int], bound: int) -> Ages:
     last = (line or {}).get("ages") or []
-    name = "segue_token_staleness_versions"
-    count = total(samples, "learner", f"{name}_count")
-    bounds = [int(bound) for bound in values(samples, "learner", "segue_staleness_bound_versions")]
-    greatest = quantile(difference({}, samples), "learner", name, 1.0) if count else None
-    return Ages(
-        last_mean=steps.age_mean(last),
-        last_max=steps.age_max(last),
-        mean=total(samples, "learner", f"{name}_sum") / count if count else None,
-        max=None if greatest is None else int(greatest),
-        bound=max(bounds, default=None),
-    )
+    return Ages(steps.age_mean(last), steps.age_max(last), steps.age_mean(whole), steps.age_max(whole), bound)
 
 
 def _latency(grew: Scrape, over: str) -> Latency | None:
@@ -242,12 +234,11 @@ def past(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, 
     line = lines[-1] if lines else None
     roles = (summary or {}).get("roles") or {}
     spent = {role: figures["states"] for role, figures in roles.items()} or _spent(lines)
-    ages, last = steps.age_histogram(lines), (line or {}).get("ages") or []
     p50, p95 = (steps.number(line or {}, f"env_step_{q}_seconds") for q in ("p50", "p95"))
     return Picture(
         span=None,
         processes=[Process(role, shares_of(spent[role])) for role in ROLES if role in spent],
-        ages=Ages(steps.age_mean(last), steps.age_max(last), steps.age_mean(ages), steps.age_max(ages), bound),
+        ages=_ages(line, steps.age_histogram(lines), bound),
         line=line,
         newest=None if line is None else int(line["version"]),
         latency=None if p50 is None or p95 is None else Latency(p50, p95, "last step"),

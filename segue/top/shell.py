@@ -8,7 +8,6 @@ Produces: pictures.
 from __future__ import annotations
 
 import io
-import json
 import time
 from collections import deque
 from pathlib import Path
@@ -24,12 +23,11 @@ from segue.report.read import age_bound, condition_of, read_report
 from segue.rundir import RunDir, read_jsonl
 from segue.top.draw import draw
 from segue.top.model import Look, live, past
+from segue.top.steps_seen import StepsSeen
 
 ASK_SECONDS = 2.0
 WINDOW_SECONDS = 10.0
 """Shares and rates are over the looks of so long, or over two looks if they are further apart."""
-TAIL = 1 << 16
-"""Bytes at the end of metrics.jsonl that hold its newest line."""
 WIDTH = 240
 """Columns where there is no terminal: no figure is torn apart."""
 
@@ -72,13 +70,15 @@ class Watch:
         self._config = load_config(run.config)
         self._bound = age_bound(run, self._config)
         self._scraper = Scraper(run, ASK_SECONDS)
+        self._steps = StepsSeen(run.metrics)
         self._looks: deque[Look] = deque()
         self.goes_on = True
 
     def look(self) -> bool:
         """Look once more. False: nothing that goes on was seen."""
         samples, silent = self._scraper.ask()
-        look = Look(time.monotonic(), time.time(), samples, silent, newest_line(self._run.metrics))
+        self._steps.read()
+        look = Look(time.monotonic(), time.time(), samples, silent, self._steps.newest, self._steps.ages)
         while len(self._looks) > 1 and look.moment - self._looks[1].moment >= WINDOW_SECONDS:
             self._looks.popleft()
         self._looks.append(look)
@@ -93,7 +93,7 @@ class Watch:
         alerts = alerts_of(self._run) if self.goes_on else None
         if look.samples or (self.goes_on and look.silent):
             before = self._looks[0] if len(self._looks) > 1 else None
-            seen = live(before, look)
+            seen = live(before, look, self._bound)
         else:
             lines = read_jsonl(self._run.metrics)
             seen = past(lines, self._summary(), self._bound)
@@ -112,27 +112,3 @@ class Watch:
 
     def _summary(self) -> dict[str, Any] | None:
         return read_report(self._run.path)[0] if self._run.summary.is_file() else None
-
-
-def newest_line(path: Path) -> dict[str, Any] | None:
-    """The last whole line of metrics.jsonl; None without one. Reads its end alone, as long as that holds a line."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            for length in (TAIL, size):
-                file.seek(max(0, size - length))
-                whole = file.read().rpartition(b"\n")[0]
-                start = whole.rfind(b"\n") + 1
-                if start or length >= size:
-                    return _parsed(whole[start:])
-    except FileNotFoundError:
-        pass
-    return None
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        parsed = json.loads(line)
-    except ValueError:
-        return None
-    return parsed if isinstance(parsed, dict) else None

@@ -31,10 +31,11 @@ from segue.metrics.heartbeat import Heartbeat
 from segue.metrics.scrape import Scraper, Target, targets
 from segue.monitoring.firing import Firing, alerts_of, read_alerts
 from segue.monitoring.serve import address_file
-from segue.rundir import JsonLines, RunDir, write_json
+from segue.rundir import JsonLines, RunDir, write_atomic, write_json
 from segue.top.draw import bar, draw, figures
 from segue.top.model import Look, Process, live
-from segue.top.shell import newest_line, top
+from segue.top.shell import top
+from segue.top.steps_seen import StepsSeen
 
 SECONDS = 60.0
 """Until a command that does not do its part fails its test."""
@@ -197,17 +198,25 @@ def test_targets_are_read_from_the_run(going_on: RunDir) -> None:
         targets(going_on)
 
 
-def test_the_newest_line_is_the_last_whole_one(tmp_path: Path) -> None:
+def test_steps_are_followed_as_the_file_grows_and_is_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert newest_line(path) is None
-    path.write_text("")
-    assert newest_line(path) is None
-    path.write_text('{"step": 0}\n')
-    assert newest_line(path) == {"step": 0}
-    path.write_text('{"step": 0}\n{"step": 1}\n{"st')
-    assert newest_line(path) == {"step": 1}
-    path.write_text('{"step": 0}\n' + json.dumps({"step": 1, "more": "x" * 200_000}) + "\n")
-    assert newest_line(path)["step"] == 1, "longer than what is read at first"  # type: ignore[index]
+    seen = StepsSeen(path)
+    seen.read()
+    assert (seen.newest, seen.ages) == (None, [])
+    path.write_text('{"step": 0, "ages": [5]}\n{"step": 1, "ages": [1, 4]}\n{"step": 2, "ag')
+    seen.read()
+    assert (seen.newest, seen.ages) == ({"step": 1, "ages": [1, 4]}, [6, 4])
+    with open(path, "a") as file:
+        file.write('es": [0, 0, 7]}\n')
+    seen.read()
+    seen.read()
+    assert (seen.newest, seen.ages) == ({"step": 2, "ages": [0, 0, 7]}, [6, 4, 7])
+    write_atomic(path, b'{"step": 0, "ages": [5]}\nnonsense\n[1]\n')  # a resume goes back, and may write as much again
+    seen.read()
+    assert (seen.newest, seen.ages) == ({"step": 0, "ages": [5]}, [5])
+    path.unlink()
+    seen.read()
+    assert seen.newest is None
 
 
 def test_bars_are_full_and_as_long_as_their_shares() -> None:
@@ -227,7 +236,7 @@ def test_everything_fits_on_a_screen_of_eighty_columns() -> None:
     exported = Exported(nodes=40)
     before = Look(exported.time, 5000.0, exported.scrape())
     exported.work(4.0)
-    picture = live(before, Look(exported.time, 5000.0, exported.scrape(), line=line_of(2)))
+    picture = live(before, Look(exported.time, 5000.0, exported.scrape(), line=line_of(2)), 4)
     console = Console(file=io.StringIO(), width=80, height=50)
     with console.capture() as text:
         console.print(draw("Run x", "It goes on.", picture, ([], "not watched"), 9, 5000.0))

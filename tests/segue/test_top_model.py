@@ -10,7 +10,8 @@ from exported_run import ENV, Exported, line_of, write_run
 
 from segue.report.read import read_report
 from segue.rundir import read_jsonl
-from segue.top.model import EACH, IDLEST, Ages, Look, Picture, Process, Queue, live, past
+from segue.top import model
+from segue.top.model import EACH, IDLEST, Ages, Look, Picture, Process, Queue, past
 
 WALL = 5000.0
 
@@ -20,6 +21,10 @@ def looks(exported: Exported, seconds: float, **after: Any) -> tuple[Look, Look]
     before = Look(exported.time, WALL, exported.scrape())
     exported.work(seconds)
     return before, Look(exported.time, WALL, exported.scrape(), **after)
+
+
+def live(before: Look | None, now: Look) -> Picture:
+    return model.live(before, now, 4)
 
 
 def process(picture: Picture, name: str) -> Process:
@@ -87,8 +92,7 @@ def test_queues_in_flight_and_ages() -> None:
     for node in exported.nodes:
         node.set("segue_queue_depth", 2, queue="engine")
         node.set("segue_requests_running", 16)
-    exported.learner.observe_counts("segue_token_staleness_versions", range(4), [50, 30, 0, 20])
-    picture = live(None, Look(1.0, WALL, exported.scrape(), line=line_of(3)))
+    picture = live(None, Look(1.0, WALL, exported.scrape(), line=line_of(3), ages=[50, 30, 0, 20]))
     assert {Queue("pending", 12), Queue("ready", 3, 40), Queue("rollout engine", 4), Queue("envpool requests", 0)} <= {
         *picture.queues
     }
