@@ -99,7 +99,8 @@ class Picture:
 
 
 def live(before: Look | None, now: Look, bound: int) -> Picture:
-    """A run that goes on, whose tokens may have an age of at most `bound`. Shares and rates are over the time since `before`; without it, over the life of the processes."""
+    """A run that goes on, whose tokens may have an age of at most `bound`. Shares and rates are over the time since `before`;
+    without it, over the life of the processes."""
     samples = now.samples
     seconds = now.moment - before.moment if before is not None else None
     known = {} if before is None else before.samples
