@@ -117,8 +117,7 @@ def live(before: Look | None, now: Look, bound: int) -> Picture:
         in_flight=_whole(samples, "scheduler", "segue_episodes_in_flight"),
         requests=_whole(samples, "rollout", "segue_requests_running"),
         newest=newest,
-        latency=_latency(grew, "since the last look" if seconds is None else f"last {seconds:.0f} s")
-        or _latency(difference({}, samples), "whole run"),
+        latency=(_latency(grew, f"last {seconds:.0f} s") if seconds else None) or _latency(difference({}, samples), "whole run"),
         per_second=_rates(grew, seconds, now.line),
     )
 
