@@ -49,7 +49,7 @@ def _load(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): restore it, or remove it to see the figures of the steps.") from None
     if not isinstance(summary, dict):
-        raise UserError(f"{path} holds no figures: restore it, or remove it to see those of the steps.")
+        raise UserError(f"{path} holds no figures: restore it, or remove it to see the figures of the steps.")
     return summary
 
 

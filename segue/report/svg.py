@@ -79,10 +79,7 @@ def _x_axis(series: Sequence[Series]) -> Axis:
 def _y_axis(chart: Chart, series: Sequence[Series]) -> Axis:
     ys = [y for one in series for _, y in one.points] + ([chart.level[1]] if chart.level else [])
     if chart.log:
-        low, high = math.floor(math.log10(min(ys))), math.ceil(math.log10(max(ys)))
-        high = max(high, low + 1)
-        every = max(1, -(-(high - low) // TICKS))
-        return Axis(10.0**low, 10.0**high, HEIGHT - BOTTOM, TOP, tuple(10.0**e for e in range(low, high + 1, every)), log=True)
+        return _log_axis(ys)
     if chart.share:
         return Axis(0.0, 1.0, HEIGHT - BOTTOM, TOP, (0.0, 0.25, 0.5, 0.75, 1.0))
     low, high = min(0.0, *ys), max(0.0, *ys)
@@ -92,6 +89,14 @@ def _y_axis(chart: Chart, series: Sequence[Series]) -> Axis:
     step = ticks[1] - ticks[0]
     low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     return Axis(low, high, HEIGHT - BOTTOM, TOP, tuple(nice(low, high, TICKS)))
+
+
+def _log_axis(ys: Sequence[float]) -> Axis:
+    """From one power of ten to another."""
+    low = math.floor(math.log10(min(ys)))
+    high = max(low + 1, math.ceil(math.log10(max(ys))))
+    every = max(1, -(-(high - low) // TICKS))
+    return Axis(10.0**low, 10.0**high, HEIGHT - BOTTOM, TOP, tuple(10.0**e for e in range(low, high + 1, every)), log=True)
 
 
 def nice(low: float, high: float, most: int) -> list[float]:

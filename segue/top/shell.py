@@ -11,6 +11,7 @@ import io
 import time
 from collections import deque
 from pathlib import Path
+from time import sleep
 from typing import IO, Any
 
 from rich.console import Console, Group
@@ -39,13 +40,13 @@ def top(path: Path, interval: float, once: bool, out: IO[str]) -> int:
         if once or not out.isatty():
             watch.look()
             if watch.goes_on:
-                time.sleep(interval)
+                sleep(interval)
                 watch.look()
         else:
             with Live(console=Console(file=out), screen=True, auto_refresh=False) as screen:
                 while watch.look():
                     screen.update(watch.picture(), refresh=True)
-                    time.sleep(interval)
+                    sleep(interval)
         _print(watch.picture(), out)
     except KeyboardInterrupt:
         pass

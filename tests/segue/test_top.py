@@ -49,11 +49,12 @@ def shown(*arguments: object) -> tuple[int, str, str]:
 
 
 @pytest.fixture
-def going_on(tmp_path: Path) -> Iterator[RunDir]:
-    """A run that this process owns, with exporters of its own, after three of nine steps; one target was left by a crash."""
+def going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDir]:
+    """A run that this process owns, with exporters of its own, after three of nine steps; one target was left by a crash. Its
+    processes work for four seconds of their clock from one look to the next."""
     run = RunDir.create(tmp_path / "run", to_toml(config_of(9)))
     exported = Exported()
-    exported.work(4.0)
+    monkeypatch.setattr("segue.top.shell.sleep", lambda seconds: exported.work(4.0))
     exporters = []
     for metrics in exported.targets().values():
         heartbeat = Heartbeat(metrics)
@@ -154,7 +155,7 @@ def test_ctrl_c_ends_it_well(going_on: RunDir, monkeypatch: pytest.MonkeyPatch) 
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("segue.top.shell.time.sleep", interrupted)
+    monkeypatch.setattr("segue.top.shell.sleep", interrupted)
     assert top(going_on.path, 1.0, False, io.StringIO()) == 0
 
 

@@ -97,7 +97,7 @@ def test_queues_in_flight_and_ages() -> None:
         *picture.queues
     }
     assert (picture.in_flight, picture.requests) == (96, 32)
-    assert picture.ages == Ages(last_mean=pytest.approx(250 / 300), last_max=2, mean=0.9, max=3, bound=4)
+    assert picture.ages == Ages(last_mean=250 / 300, last_max=2, mean=0.9, max=3, bound=4)
 
 
 def test_latency_is_of_the_window_or_else_of_the_whole_run() -> None:
@@ -139,7 +139,7 @@ def test_a_run_that_is_done_shows_its_summary(tmp_path: Path) -> None:
     assert picture.span is None and picture.line is not None and picture.line["step"] == 2
     assert process(picture, "rollout").busy == pytest.approx(0.75) and process(picture, "learner").busy == pytest.approx(0.5)
     assert picture.success == {"before": 0.25, "after": 0.75}
-    assert picture.ages == Ages(*(pytest.approx(250 / 300), 2) * 2, 4)
+    assert picture.ages == Ages(250 / 300, 2, 250 / 300, 2, 4)
     assert picture.per_second == {"sampled": 200.0, "trained": 150.0}
 
 
