@@ -54,7 +54,9 @@ def page_of(run: RunDir, now: datetime) -> str:
         f"<p class='condition {condition.kind.replace(' ', '-')}'>{_text(condition.sentence)}</p>",
         _terms(facts(config, attempts, now)),
         "</header>",
-        f"<main class='charts'>{''.join(map(_figure, made))}</main>" if lines else "<p>No step is trained yet.</p>",
+        f"<main class='charts'>{''.join(_figure(chart, lines[-1]['step'] + 1) for chart in made)}</main>"
+        if lines
+        else "<p>No step is trained yet.</p>",
         f"<p class='note'>{_how(made)}</p>",
         _missing(missing) if lines else "",
         "<h2>Figures</h2>",
@@ -82,7 +84,7 @@ def facts(config: Config, attempts: Sequence[Mapping[str, Any]], now: datetime) 
     yield "page of", f"{now:%Y-%m-%d %H:%M:%S}"
 
 
-def _figure(chart: Chart) -> str:
+def _figure(chart: Chart, last: int) -> str:
     keys = "".join(
         f"<span class='key'><i class='s{i}{' dashed' if series.style in ('dashed', 'high') else ''}"
         f"{' round' if series.style == 'mark' else ''}'></i>{_text(series.name)}</span>"
@@ -90,7 +92,7 @@ def _figure(chart: Chart) -> str:
     )
     return (
         f"<figure><figcaption><h3>{_text(chart.title)}</h3><p>{_text(chart.about)}</p><div class='keys'>{keys}</div></figcaption>"
-        f"{svg(chart)}</figure>"
+        f"{svg(chart, float(last))}</figure>"
     )
 
 

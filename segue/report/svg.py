@@ -35,10 +35,10 @@ class Axis:
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
 
-def svg(chart: Chart) -> str:
-    """The chart as an `<svg>` element."""
+def svg(chart: Chart, last: float = 1.0) -> str:
+    """The chart as an `<svg>` element, over the steps 1 to `last` at least: so charts of one run have one axis."""
     drawn = _stacked(chart.series) if chart.stack else chart.series
-    across, up = _x_axis(drawn), _y_axis(chart, drawn)
+    across, up = _x_axis(drawn, last), _y_axis(chart, drawn)
     parts = [*_grid(chart, across, up)]
     order = [*enumerate(drawn)]
     for i, series in reversed(order) if chart.stack else order:  # of areas the highest is behind the others
@@ -67,8 +67,8 @@ def _stacked(series: Sequence[Series]) -> tuple[Series, ...]:
 # --- axes -----------------------------------------------------------------------------------------------------------------------
 
 
-def _x_axis(series: Sequence[Series]) -> Axis:
-    xs = [x for one in series for x, _ in one.points]
+def _x_axis(series: Sequence[Series], last: float) -> Axis:
+    xs = [1.0, last, *(x for one in series for x, _ in one.points)]
     low, high = min(xs), max(xs)
     if low == high:
         low, high = low - 1.0, high + 1.0

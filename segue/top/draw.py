@@ -30,7 +30,7 @@ Alerts = tuple[Sequence[Firing], str]
 def draw(title: str, condition: str, picture: Picture, alerts: Alerts | None, of: int, wall: float) -> Group:
     """Everything on one screen: `of` is how many steps there will be, `wall` the moment (Unix seconds), `alerts` None where they
     are no question any more."""
-    over = "all of the run" if picture.span is None else f"the last {picture.span:.0f} s"
+    over = "all of the run" if picture.span is None else f"the last {_span(picture.span)}"
     moment = time.strftime("%H:%M:%S", time.localtime(wall))
     parts: list[RenderableType] = [Text.assemble((title, "bold"), f"  {condition}  {moment}, shares over {over}."), Text()]
     if picture.line is not None:
@@ -155,6 +155,10 @@ def _figures(rows: Sequence[tuple[str, str]]) -> Table:
     for subject, text in rows:
         table.add_row(subject, Text(text, "bold red" if " firing for " in text else ""))
     return table
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds >= 10.0 else f"{seconds:.2g} s"
 
 
 def _seconds(seconds: float) -> str:

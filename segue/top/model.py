@@ -73,7 +73,7 @@ class Ages:
 
 @dataclass(frozen=True)
 class Latency:
-    """Of environment steps, in seconds; `over`: of which ones."""
+    """Of environment steps, in seconds; `over`: of which ones (in that time: those between the looks)."""
 
     p50: float
     p95: float
@@ -117,7 +117,7 @@ def live(before: Look | None, now: Look, bound: int) -> Picture:
         in_flight=_whole(samples, "scheduler", "segue_episodes_in_flight"),
         requests=_whole(samples, "rollout", "segue_requests_running"),
         newest=newest,
-        latency=(_latency(grew, f"last {seconds:.0f} s") if seconds else None) or _latency(difference({}, samples), "whole run"),
+        latency=(_latency(grew, "in that time") if seconds else None) or _latency(difference({}, samples), "whole run"),
         per_second=_rates(grew, seconds, now.line),
     )
 
