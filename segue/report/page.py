@@ -54,9 +54,7 @@ def page_of(run: RunDir, now: datetime) -> str:
         f"<p class='condition {condition.kind.replace(' ', '-')}'>{_text(condition.sentence)}</p>",
         _terms(facts(config, attempts, now)),
         "</header>",
-        f"<main class='charts'>{''.join(_figure(chart, lines[-1]['step'] + 1) for chart in made)}</main>"
-        if lines
-        else "<p>No step is trained yet.</p>",
+        _charts(made, int(lines[-1]["step"]) + 1) if lines else "<p>No step is trained yet.</p>",
         f"<p class='note'>{_how(made)}</p>",
         _missing(missing) if lines else "",
         "<h2>Figures</h2>",
@@ -82,6 +80,10 @@ def facts(config: Config, attempts: Sequence[Mapping[str, Any]], now: datetime) 
         yield "attempts", str(len(attempts))
     yield "Segue", " ".join(filter(None, (str(last.get("version", "")), str(last.get("git_sha", ""))))) or "not known"
     yield "page of", f"{now:%Y-%m-%d %H:%M:%S}"
+
+
+def _charts(made: Sequence[Chart], last: int) -> str:
+    return f"<main class='charts'>{''.join(_figure(chart, last) for chart in made)}</main>"
 
 
 def _figure(chart: Chart, last: int) -> str:

@@ -36,7 +36,7 @@ svg { display: block; width: 100%; height: auto; font: 12px system-ui, sans-seri
 .level { stroke: var(--weak); stroke-dasharray: 2 3; }
 .curve { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
 .curve.thin { stroke-width: 1; opacity: .3; } .curve.dashed { stroke-dasharray: 6 4; }
-.dot { fill: currentColor; } .area { fill: currentColor; opacity: .85; }
+.dot { fill: currentColor; } .area { fill: currentColor; }
 .zone rect { fill: transparent; } .zone line { stroke: var(--text); stroke-width: 1; opacity: 0; }
 .zone:hover line { opacity: .5; }
 .s0 { color: var(--c0); } .s1 { color: var(--c1); } .s2 { color: var(--c2); } .s3 { color: var(--c3); }

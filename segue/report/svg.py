@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from segue.report.curves import SMOOTHING, Chart, Point, Series, smoothed
 
-WIDTH, HEIGHT = 560, 270
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 12, 44
+WIDTH, HEIGHT = 560, 278
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 20, 44
 TICKS = 5
 
 
