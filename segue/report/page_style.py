@@ -24,7 +24,7 @@ h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; } h3 { font-size: 1rem; margin: 0;
 .condition.stopped { border-color: var(--c1); } .condition.goes-on { border-color: var(--c0); }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(15rem, 1fr)); gap: .4rem 1.5rem; margin: 0 0 1.5rem; }
 dt { color: var(--weak); font-size: .8rem; } dd { margin: 0; overflow-wrap: anywhere; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); gap: 1rem; }
 figure { margin: 0; padding: .8rem 1rem; border: 1px solid var(--rule); border-radius: 8px; background: var(--card); }
 figcaption p { margin: 0; color: var(--weak); font-size: .82rem; min-height: 2.5em; }
 .keys { font-size: .85rem; margin: .3rem 0; min-height: 1.5em; } .key { margin-right: 1rem; white-space: nowrap; }
