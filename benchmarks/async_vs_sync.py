@@ -31,13 +31,14 @@ from typing import Any
 
 from benchmarks import result
 from benchmarks.figures import ROLES, Window, state_shares
-from benchmarks.watched import Scrape, Watched, grown, quantile, train
+from benchmarks.watched import Watched, train
 from envpool.environment import Suite, Timed
 from envpool.suites import load_suite
 from scheduler.tasks import EpochSampler
 from segue.config import Config, load_config
 from segue.episode import Task
 from segue.errors import RunFailed, UserError
+from segue.metrics.samples import Scrape, difference, grown, quantile
 from segue.metrics.vocabulary import is_idle
 from segue.report import steps as step_lines
 
@@ -56,6 +57,7 @@ def arm_figures(watched: Watched, window: Window) -> dict[str, Any]:
     here = watched.lines[window.warm : window.last]
     ages = step_lines.age_histogram(here)
     durations = [line["step_seconds"] for line in here]
+    grew = difference(before, after)
     generate, latency = turn_seconds(before, after)
     seconds = here[-1]["elapsed_seconds"] - watched.lines[window.warm - 1]["elapsed_seconds"]
     return {
@@ -72,8 +74,8 @@ def arm_figures(watched: Watched, window: Window) -> dict[str, Any]:
             "max": step_lines.age_max(ages),
         },
         "env_step_seconds_mean": latency,
-        "env_step_seconds_p50": quantile(before, after, "envpool", "segue_env_step_seconds", 0.5),
-        "env_step_seconds_p99": quantile(before, after, "envpool", "segue_env_step_seconds", 0.99),
+        "env_step_seconds_p50": quantile(grew, "envpool", "segue_env_step_seconds", 0.5),
+        "env_step_seconds_p99": quantile(grew, "envpool", "segue_env_step_seconds", 0.99),
         "turn_generate_seconds_mean": generate,
         "latency_over_generation": latency / generate,
         "episodes_in_flight_mean": grown(before, after, "scheduler", "segue_episode_duration_seconds_sum") / seconds,

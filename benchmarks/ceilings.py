@@ -21,9 +21,10 @@ import msgspec
 
 from benchmarks.async_vs_sync import rate, turn_seconds
 from benchmarks.figures import ROLES, Window, state_shares
-from benchmarks.watched import Watched, grown, train
+from benchmarks.watched import Watched, train
 from segue.config import Config, load_config
 from segue.errors import RunFailed
+from segue.metrics.samples import grown
 from segue.metrics.vocabulary import STATES, is_idle
 from segue.suite_path import look_in
 

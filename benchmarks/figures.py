@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.watched import Scrape, grown
 from segue.errors import RunFailed, UserError
+from segue.metrics.samples import Scrape, grown
 from segue.metrics.vocabulary import PREFILL_CAUSES, REPEATED_PREFILL, STATES, is_idle
 from segue.report import steps as step_lines
 

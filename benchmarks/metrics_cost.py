@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
-from benchmarks.watched import Scrape, grown, train
+from benchmarks.watched import train
 from segue.errors import RunFailed, UserError
 from segue.metrics import Metrics
+from segue.metrics.samples import Scrape, grown
 
 ROLES = ("scheduler", "rollout", "envpool", "learner")
 INTERVAL_SECONDS = 5.0

@@ -31,9 +31,10 @@ from typing import Any
 from benchmarks import result
 from benchmarks.cpu import CpuWatch, Process
 from benchmarks.figures import ROLES, Window, state_shares
-from benchmarks.watched import Scrape, Watched, grown, steps_done, train
+from benchmarks.watched import Watched, steps_done, train
 from segue.config import Config, load_config
 from segue.errors import RunFailed, UserError
+from segue.metrics.samples import Scrape, grown
 from segue.metrics.vocabulary import ENGINE_PHASES, LEARNER_PHASES, SYNC_PHASES
 from segue.report import steps as step_lines
 

@@ -29,9 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
-from benchmarks.watched import Watched, grown, train
+from benchmarks.watched import Watched, train
 from segue.config import load_config
 from segue.errors import RunFailed, UserError
+from segue.metrics.samples import grown
 from segue.metrics.vocabulary import PREFILL_CAUSES
 
 TOLERANCE = 0.10

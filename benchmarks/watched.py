@@ -2,7 +2,7 @@
 
 consumes       the console of `segue train` (a child process), the targets in the run directory
 produces       what every target exported when given steps ended; the run's files
-waits for      the end of the child, at most `deadline` seconds; an answer of each target, at most `SCRAPE_SECONDS`
+waits for      the end of the child, at most `deadline` seconds; each target's answer (`segue.metrics.scrape`)
 unblocked by   the child; the deadline, which stops it and raises
 on cancel      the child is stopped, and with it everything it started
 """
@@ -10,28 +10,20 @@ on cancel      the child is stopped, and with it everything it started
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
-import urllib.request
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import children
 from segue.errors import RunFailed
-from segue.metrics.registry import read_sample
-from segue.report.facts import role_of
+from segue.metrics.samples import Scrape
+from segue.metrics.scrape import scrape
 from segue.rundir import RunDir, read_jsonl
 
-SCRAPE_SECONDS = 5.0
 _STEP = re.compile(r"step\s+(\d+)/\d+\s")
-
-Samples = Mapping[str, float]
-"""One target's samples, by name and labels as in the exposition."""
-Scrape = Mapping[str, Samples]
-"""Samples by target name, for instance "rollout-0"."""
 
 
 @dataclass(frozen=True)
@@ -89,76 +81,3 @@ def steps_done(line: str) -> int:
     """How many steps are trained according to a console line; 0 if it is not a step's."""
     found = _STEP.match(line)
     return int(found[1]) if found else 0
-
-
-# --- what targets export ----------------------------------------------------------------------------------------------------
-
-
-def scrape(run: Path) -> Scrape:
-    """Ask every target of a run now. Raises `OSError` when one does not answer."""
-    found: dict[str, Samples] = {}
-    for file in sorted(RunDir.open(run).targets.glob("*.json")):
-        for entry in json.loads(file.read_text(encoding="utf-8")):
-            for address in entry["targets"]:
-                with urllib.request.urlopen(f"http://{address}/metrics", timeout=SCRAPE_SECONDS) as answer:
-                    found[file.stem] = read_exposition(answer.read().decode())
-    return found
-
-
-def read_exposition(text: str) -> dict[str, float]:
-    """The samples of Prometheus' text format."""
-    samples: dict[str, float] = {}
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            samples[name] = float(value)
-    return samples
-
-
-def grown(before: Scrape, after: Scrape, role: str, name: str, **labels: str) -> float:
-    """By how much a counter (or a histogram's `_sum` or `_count`) grew between two scrapes, over all processes of a role."""
-    return total(after, role, name, **labels) - total(before, role, name, **labels)
-
-
-def total(scrape: Scrape, role: str, name: str, **labels: str) -> float:
-    """A sample's sum over all processes of a role and over the labels left out."""
-    value = 0.0
-    for target, samples in scrape.items():
-        if role_of(target) != role:
-            continue
-        for sample, number in samples.items():
-            if sample.startswith(name):
-                found, given = read_sample(sample)
-                if found == name and labels.items() <= given.items():
-                    value += number
-    return value
-
-
-def quantile(before: Scrape, after: Scrape, role: str, name: str, q: float) -> float | None:
-    """A quantile of what a histogram observed between two scrapes, interpolated inside its bucket as PromQL does.
-
-    None without an observation; the last finite edge where the quantile lies beyond it.
-    """
-    edges = sorted({float(edge) for edge in _edges(after, role, name)})
-    counts = [grown(before, after, role, f"{name}_bucket", le=_text(edge)) for edge in edges]
-    if not counts or counts[-1] <= 0:
-        return None
-    rank = q * counts[-1]
-    below, start = 0.0, 0.0
-    for edge, count in zip(edges, counts, strict=True):
-        if count >= rank and count > below:
-            return start if edge == math.inf else start + (edge - start) * (rank - below) / (count - below)
-        below, start = count, edge
-    raise AssertionError("the last bucket holds everything")
-
-
-def _edges(scrape: Scrape, role: str, name: str) -> set[str]:
-    found: set[str] = set()
-    for target, samples in scrape.items():
-        if role_of(target) == role:
-            found |= {read_sample(sample)[1]["le"] for sample in samples if sample.startswith(f"{name}_bucket{{")}
-    return found
-
-
-def _text(edge: float) -> str:
-    return "+Inf" if edge == math.inf else repr(edge)

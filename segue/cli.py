@@ -170,13 +170,39 @@ def show_config(config: ConfigFile, overrides: Overrides = None) -> int:
 
 @app.command()
 @_sentences
+def top(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, of a run that goes on or is over.")],
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between two looks.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="One picture instead of a live one; without a terminal always.")] = False,
+) -> int:
+    """Show live who works and who waits, queues, staleness, versions, latencies and alerts of a run. Ctrl-C ends it."""
+    from segue.top.shell import top as show
+
+    return show(run, interval, once, sys.stdout)
+
+
+@app.command()
+@_sentences
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="With --html: where the page goes; default RUN/report.html.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    as_html: Annotated[bool, typer.Option("--html", help="Write a page with the curves of the run and print its path.")] = False,
 ) -> int:
     """Show what a run reached, also while it runs or after it stopped early."""
     from segue.report.read import read_report
 
+    if file is not None and not as_html:
+        raise UserError(f"{file} would be the file of a page: add --html, or leave it out to see the table.")
+    if as_json and as_html:
+        raise UserError("--json and --html are two reports: ask for one at a time.")
+    if as_html:
+        from segue.report.page import write_page
+
+        print(write_page(run, file))
+        return 0
     summary, incomplete = read_report(run)
     if as_json:
         print(json.dumps(summary, indent=2))

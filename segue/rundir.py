@@ -5,6 +5,7 @@ attempts.jsonl          one line per start of the run, resumes included
 metrics.jsonl           one line per learner step
 evals.json              the evaluations so far, by name
 summary.json            at the end
+report.html             what `segue report --html` made of it
 metrics/targets/*.json  where each process serves its metrics (Prometheus file_sd)
 journal/  queue/  checkpoints/step_N/  trajectories/  logs/<role>-<rank>[.<attempt>[-<start>]].log
 """
@@ -27,10 +28,11 @@ from types import TracebackType
 from typing import IO, Any
 
 from segue import __version__, suite_path
+from segue.build import git_sha
 from segue.errors import RunFailed, UserError
 
 CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
-EVALS = "evals.json"
+EVALS, PAGE = "evals.json", "report.html"
 STACKS = "profile"
 CHECKPOINT_COMPLETE, SCHEDULER_CUT = "COMPLETE", "scheduler.cut"
 _FOLDERS = ("metrics/targets", "journal", "queue", "checkpoints", "logs", "trajectories")
@@ -214,7 +216,7 @@ class RunDir:
         """Remove all that a run leaves behind; what is not ours stays."""
         for folder in {name.partition("/")[0] for name in (*_FOLDERS, STACKS)}:
             shutil.rmtree(self.path / folder, ignore_errors=True)
-        for name in (CONFIG, METRICS, SUMMARY, ATTEMPTS, EVALS):
+        for name in (CONFIG, METRICS, SUMMARY, ATTEMPTS, EVALS, PAGE):
             (self.path / name).unlink(missing_ok=True)
         for pattern in ("config.attempt-*.toml", "summary.attempt-*.json"):
             for path in self.path.glob(pattern):
@@ -288,6 +290,20 @@ class RunDir:
         os.pwrite(handle, str(os.getpid()).encode(), 0)
         self._lock = handle
 
+    def held(self) -> bool:
+        """Whether a process owns the directory now: then its run goes on. Whoever looks holds a shared lock for an instant."""
+        try:
+            handle = os.open(self.path / LOCK, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
     def unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
@@ -299,7 +315,7 @@ class RunDir:
         with JsonLines(self.path / ATTEMPTS) as lines:
             started = now.isoformat(timespec="seconds")
             line = {"attempt": attempt, "started": started, "version": __version__, "resumed_from": resumed_from}
-            lines.append(line | {"suite_path": suite_path.folders()})
+            lines.append(line | {"suite_path": suite_path.folders(), "git_sha": git_sha()})
         return attempt
 
     def env_log(self) -> Path:
@@ -337,6 +353,10 @@ class RunDir:
     @property
     def evals(self) -> Path:
         return self.path / EVALS
+
+    @property
+    def page(self) -> Path:
+        return self.path / PAGE
 
     @property
     def targets(self) -> Path:

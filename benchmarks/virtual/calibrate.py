@@ -46,9 +46,10 @@ from benchmarks.virtual.scenario import (
     build_world,
 )
 from benchmarks.virtual.world import quiet
-from benchmarks.watched import Scrape, Watched, grown, quantile, train
+from benchmarks.watched import Watched, train
 from segue.config import Config, load_config, parse_overrides
 from segue.errors import RunFailed, UserError
+from segue.metrics.samples import Scrape, difference, grown, quantile
 from segue.report import steps as step_lines
 
 RUN_SECONDS = 900.0
@@ -149,7 +150,8 @@ def latencies(before: Scrape, after: Scrape) -> list[float]:
     if not count:
         return []
     mean = grown(before, after, "envpool", f"{name}_sum") / count
-    found = [quantile(before, after, "envpool", name, (i + 0.5) / QUANTILES) or 0.0 for i in range(QUANTILES)]
+    grew = difference(before, after)
+    found = [quantile(grew, "envpool", name, (i + 0.5) / QUANTILES) or 0.0 for i in range(QUANTILES)]
     scale = mean * QUANTILES / sum(found) if sum(found) else 1.0
     return [value * scale for value in found]
 

@@ -20,8 +20,8 @@ from benchmarks.figures import Efficiency, Figures, Window, figures_of
 from benchmarks.virtual.learner import Work
 from benchmarks.virtual.scenario import World
 from benchmarks.virtual.world import Ran, Wrap, play
-from benchmarks.watched import grown
 from segue.config.root import resolve
+from segue.metrics.samples import grown
 
 _FILLS = 2
 """How many times the loops are filled anew inside the window of the generation ceiling."""

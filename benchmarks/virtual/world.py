@@ -22,7 +22,6 @@ from benchmarks.virtual.tokenizer import ByteTokenizer
 from benchmarks.virtual.weights import Hub, ModelledReceiver
 from benchmarks.virtual.workers import ModelledWorkers
 from benchmarks.virtual.workload import Workload
-from benchmarks.watched import Scrape
 from envpool.shell import PoolShell
 from envpool.workers import Workers
 from rollout.chat import ChatRenderer
@@ -33,6 +32,7 @@ from segue.cluster.peers import LocalPeer
 from segue.cluster.roles import Role
 from segue.config import Config
 from segue.metrics import ActivityClock, Metrics, StateClock
+from segue.metrics.samples import Scrape
 from segue.metrics.states import Clock
 from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
 from segue.ports.journal import MemoryJournal

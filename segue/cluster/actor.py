@@ -20,7 +20,7 @@ from segue.cluster.hosts.interface import interface_environment
 from segue.cluster.peers import RayPeer
 from segue.cluster.ports import free_port
 from segue.cluster.processes import output_to
-from segue.cluster.roles import GET_FACTS, RoleSpec, failure_of
+from segue.cluster.roles import GET_FACTS, GetFacts, RoleSpec, failure_of
 from segue.cluster.wiring import Host, build_host, config_of
 from segue.errors import UserError
 from segue.ports.rpc import Done, Failure
@@ -78,7 +78,7 @@ class RoleActor:
         if self._host is None:
             return wire.encode(Failure("internal", "NotBuilt", f"{self._spec.name} is still being built"))
         if method == GET_FACTS.name:
-            return wire.encode(self._host.facts())
+            return wire.encode(self._host.facts(wire.decode(body, GetFacts).names))
         return await self._host.role.handle(method, body)
 
     async def run(self) -> bytes:

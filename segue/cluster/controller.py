@@ -1,7 +1,8 @@
 """The course of a run, the same on Ray and in serial mode: evaluate, open training, follow the steps, evaluate, sum up.
 
-Consumes: the scheduler's run events (long-polled), the end of the learner. Produces: console lines, metrics.jsonl, summary.json.
-Waits for: each evaluation up to `eval.deadline_seconds`; every call up to its time-out; then the run ends with that cause.
+Consumes: the scheduler's run events (long-polled), what the roles have counted, the end of the learner. Produces: console lines,
+metrics.jsonl, summary.json. Waits for: each evaluation up to `eval.deadline_seconds`; every call up to its time-out; then the run
+ends with that cause, unless it was only asked for counts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import IO, Any, TypeVar, cast
 
 from envpool.suites import load_suite
@@ -19,6 +20,7 @@ from segue.cluster.roles import Facts
 from segue.config import Config
 from segue.console import Console
 from segue.errors import RunFailed, UserError
+from segue.metrics.samples import Scrape, difference
 from segue.ports.rpc import Peer, PeerLost, PeerTimeout, RemoteError, Rpc, ask
 from segue.ports.scheduler import (
     EVAL_STATE,
@@ -46,12 +48,16 @@ from segue.report import (
     step_line,
     step_text,
 )
+from segue.report.counted import NAMES, counted
 from segue.report.read import age_bound
 from segue.rundir import JsonLines, RunDir, read_jsonl, write_json
 from segue.wire import Message
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
+
+Counts = Callable[[Collection[str]], Awaitable[Mapping[str, Facts]]]
+"""What the role processes have counted under these names, of those that answer at once."""
 
 CALL_SECONDS = 30.0
 WATCH_SECONDS = 10.0
@@ -61,8 +67,8 @@ LAST_EVENTS_SECONDS = 5.0
 
 
 class Controller:
-    """See the module. `learned` is done when the learner has ended by itself; `console` is what the user sees; in a `serial` run
-    the roles' clocks are logical."""
+    """See the module. `learned` is done when the learner has ended by itself; `console` is what the user sees; `counts` asks the
+    roles at each step; in a `serial` run the roles' clocks are logical."""
 
     def __init__(
         self,
@@ -71,6 +77,7 @@ class Controller:
         scheduler: Peer,
         learned: Awaitable[Any],
         console: Console,
+        counts: Counts,
         *,
         only_eval: bool = False,
         serial: bool = False,
@@ -81,6 +88,7 @@ class Controller:
         self._scheduler = scheduler
         self._learned = learned
         self._console = console
+        self._counts = counts
         self._only_eval = only_eval
         self._began = self._last_step = time.monotonic()
         self._evals = _read_evals(run)
@@ -91,6 +99,7 @@ class Controller:
         self._seen = 0
         self._reprefill = (0, 0.0)  # tokens and seconds up to the last step
         self._redundant = (0, 0)  # episodes and tokens, likewise
+        self._counted: Scrape = {}  # likewise, by the roles
         self._status: Mapping[str, Any] = {}
 
     async def run(self) -> None:
@@ -120,6 +129,7 @@ class Controller:
             return
         if config.eval.before and config.eval.tasks and "before" not in self._evals:  # a resumed run has had it
             await self._evaluate("before")
+        await self._since_last_step()  # an evaluation's part is no step's
         await self._ask(OPEN_TRAINING, OpenTraining(config.steps))
         self._last_step = time.monotonic()
         # Per rank. Shielded, because a cancelled course must not take the learner's end with it.
@@ -184,28 +194,39 @@ class Controller:
         while True:
             await self._take_events(WATCH_SECONDS)
 
-    async def _take_events(self, wait: float) -> bool:
+    async def _take_events(self, wait: float, count: bool = True) -> bool:
+        """Whether there were any; with `count` the roles are asked at each step."""
         reply = await self._ask(WATCH_EVENTS, WatchEvents(self._seen, wait), CALL_SECONDS + wait)
         for event in reply.events:
-            self._seen = event.number
-            self._on_event(event)
+            now = time.monotonic()
+            since = await self._since_last_step() if count and event.what == "step" else {}
+            self._seen = event.number  # only now: whoever is cancelled while it waits has not seen the event
+            self._on_event(event, now, since)
         return bool(reply.events)
 
-    async def _drain_events(self) -> None:
+    async def _drain_events(self, count: bool = True) -> None:
         """What the scheduler has to tell up to now."""
         with contextlib.suppress(RunFailed, UserError):
-            while await self._take_events(0.0):
+            while await self._take_events(0.0, count):
                 pass
 
     async def catch_up(self) -> None:
-        """After a course that was cancelled or failed: steps that were trained meanwhile are noted as all others are."""
+        """After a course that was cancelled or failed: steps that were trained meanwhile are noted as all others are, but for
+        what the roles counted: they may be gone."""
         with contextlib.suppress(RunFailed, UserError, TimeoutError):
             async with asyncio.timeout(LAST_EVENTS_SECONDS):
-                await self._drain_events()
+                await self._drain_events(count=False)
 
-    def _on_event(self, event: RunEvent) -> None:
+    async def _since_last_step(self) -> dict[str, Any]:
+        """What the roles have counted since they were last asked (`segue.report.counted`)."""
+        facts = await self._counts(NAMES)
+        now = {target: samples for fact in facts.values() for target, samples in fact.metrics.items()}
+        before, self._counted = self._counted, {**self._counted, **now}
+        return counted(difference(before, now))
+
+    def _on_event(self, event: RunEvent, now: float, since: Mapping[str, Any]) -> None:
         if event.what == "step":
-            line = self._line(event.data)
+            line = self._line(event.data, now, since)
             self._lines.append(line)
             self._say(step_text(line, self._config.steps))
         elif event.what == "eval":
@@ -216,14 +237,14 @@ class Controller:
             sentence = event.data["sentence"]
             raise UserError(sentence) if event.data.get("users") else RunFailed(event.data.get("part", "scheduler"), sentence)
 
-    def _line(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The line of a step, from what the learner reported and what the scheduler counted at that acknowledgement."""
+    def _line(self, data: Mapping[str, Any], now: float, since: Mapping[str, Any]) -> dict[str, Any]:
+        """The line of a step that ended `now`: what the learner reported, what the scheduler counted at that acknowledgement, and
+        what the roles have counted `since` the one before."""
         scheduler, stats = data["scheduler"], dict(data["stats"])
         bill, before = scheduler["reprefill"], self._reprefill
         self._reprefill = bill["tokens"], bill["seconds"]
         dropped, known = scheduler["redundant"], self._redundant
         self._redundant = dropped["episodes"], dropped["tokens"]
-        now = time.monotonic()
         began, self._last_step = self._last_step, now
         return step_line(
             data["step"],
@@ -237,6 +258,7 @@ class Controller:
             reprefill={**bill, "tokens": bill["tokens"] - before[0], "seconds": bill["seconds"] - before[1]},
             stats=stats,
             redundant=(dropped["episodes"] - known[0], dropped["tokens"] - known[1]),
+            since=since,
         )
 
     def _say(self, line: str) -> None:

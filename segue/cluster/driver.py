@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from segue.cluster.child import Job, run_job
@@ -28,13 +28,15 @@ from segue.cluster.role_handle import Broken, Died, RoleHandle, first_cause
 from segue.cluster.roles import GET_FACTS, Facts, GetFacts, RoleSpec
 from segue.config import to_toml
 from segue.errors import RunFailed, UserError
-from segue.ports.rpc import PeerError, ask
+from segue.ports.rpc import PeerError, RemoteError, ask
 
 log = logging.getLogger("segue.cluster.driver")  # run as __main__
 
 T = TypeVar("T")
 NEWCOMERS_SECONDS = 5.0
 """How often it is looked whether a host has come that nobody knew of."""
+COUNTED_SECONDS = 2.0
+"""How long a step's line waits for what the roles have counted; it is written without those that do not answer."""
 
 
 class Driver:
@@ -187,7 +189,8 @@ class Driver:
         learners = [task for task, actor in self._ends.items() if actor.spec.role == "learner"]
         learned = asyncio.gather(*learners, return_exceptions=True)
         scheduler, console = self._actors["scheduler-0"].peer, self._job.console
-        controller = Controller(self._config, self._run, scheduler, learned, console, only_eval=self._job.only_eval)
+        only_eval = self._job.only_eval
+        controller = Controller(self._config, self._run, scheduler, learned, console, self._counted, only_eval=only_eval)
         course = asyncio.create_task(controller.run())
         silence = asyncio.create_task(self._watch_silence())
         beating = asyncio.create_task(self._beat())
@@ -226,6 +229,8 @@ class Driver:
             for task in done - {interrupt}:
                 actor = self._ends.pop(task, None)
                 self._restarts.discard(task)
+                if task.cancelled():  # the end of a silent one is not waited for
+                    continue
                 error = task.exception()
                 if actor is not None and not actor.fatal and _worth_another(error, actor):
                     self._begin_restart(actor)
@@ -354,12 +359,19 @@ class Driver:
         """Those that can be expected to answer."""
         return [a for a in self._actors.values() if a.name not in self._away and a.name not in self._silent]
 
-    async def _facts(self) -> dict[str, Facts]:
+    async def _facts(self, names: Collection[str] = (), timeout: float = 10.0) -> dict[str, Facts]:
+        """Of all roles that answer in time; `names`: these metrics alone."""
         facts: dict[str, Facts] = {}
-        for actor in self._present():
-            with contextlib.suppress(PeerError):
-                facts[actor.name] = await ask(actor.peer, GET_FACTS, GetFacts(), timeout=10.0)
+
+        async def tell(actor: RoleHandle) -> None:
+            with contextlib.suppress(PeerError, RemoteError):
+                facts[actor.name] = await ask(actor.peer, GET_FACTS, GetFacts([*names]), timeout)
+
+        await asyncio.gather(*map(tell, self._present()))
         return facts
+
+    async def _counted(self, names: Collection[str]) -> dict[str, Facts]:
+        return await self._facts(names, COUNTED_SECONDS)
 
     async def _stop(self) -> None:
         """Stop all roles, nodes before pools and the scheduler last; those that are dead or do not answer are left to Ray."""

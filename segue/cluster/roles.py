@@ -70,7 +70,9 @@ def failure_of(error: BaseException, part: str) -> Failure:
 
 
 class GetFacts(Message, frozen=True):
-    """Ask a role process for its metrics and state seconds."""
+    """Ask a role process for its metrics (those of `names` alone, if there are any) and state seconds."""
+
+    names: list[str] = []
 
 
 class Facts(Message, frozen=True):

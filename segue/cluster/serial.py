@@ -10,7 +10,7 @@ import asyncio
 import random
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection
 from typing import Any
 
 from segue.clock import LogicalLoop
@@ -69,7 +69,9 @@ class Serial:
         scheduler = LocalPeer("scheduler-0", self._hosts["scheduler-0"].role)
         learned = asyncio.shield(runs["learner-0"])
         job, config = self._job, self._config
-        controller = Controller(config, self._run, scheduler, learned, job.console, only_eval=job.only_eval, serial=True)
+        controller = Controller(
+            config, self._run, scheduler, learned, job.console, self._counted, only_eval=job.only_eval, serial=True
+        )
         course = asyncio.create_task(controller.run())
         interrupt = asyncio.create_task(self._interrupted.wait())
         waiting: set[asyncio.Task[Any]] = {course, interrupt, *runs.values()}
@@ -107,6 +109,9 @@ class Serial:
 
     def _facts(self) -> dict[str, Facts]:
         return {name: host.facts() for name, host in self._hosts.items()}
+
+    async def _counted(self, names: Collection[str]) -> dict[str, Facts]:
+        return {name: host.facts(names) for name, host in self._hosts.items()}
 
     async def _stop(self) -> None:
         for roles in STOP_ORDER:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import platform
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,9 +106,9 @@ class Host:
             if self.log is not None:
                 self.log.close()
 
-    def facts(self) -> Facts:
-        """Metric samples and seconds per state, for every target of this process."""
-        metrics = {target: registry.snapshot() for target, registry in self.metrics.items()}
+    def facts(self, names: Collection[str] = ()) -> Facts:
+        """Metric samples (of `names` alone, if there are any) and seconds per state, for every target of this process."""
+        metrics = {target: registry.snapshot(names) for target, registry in self.metrics.items()}
         states = {target: registry.clock.seconds() for target, registry in self.metrics.items() if registry.clock is not None}
         return Facts(metrics, states, os.getpid())
 

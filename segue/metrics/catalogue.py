@@ -6,49 +6,12 @@ Conventions (docs/metrics.md): prefix `segue_`, base units in the name, counters
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
-
 from segue.metrics import vocabulary as words
-
-Kind = Literal["counter", "gauge", "histogram"]
-Values = tuple[str, ...] | Mapping[str, tuple[str, ...]] | None
-
-
-@dataclass(frozen=True)
-class Label:
-    """A label and its values: a closed set, one closed set per role, or None: given once when the process starts."""
-
-    name: str
-    values: Values
-
-    def values_for(self, role: str) -> tuple[str, ...] | None:
-        """The closed set of `role`; None for values given at start."""
-        return self.values.get(role, ()) if isinstance(self.values, Mapping) else self.values
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric: `unit` is "" for plain ratios of counts and for numbers of things named by the metric itself.
-
-    `read` ones have no series before somebody attaches what reads them (`Metrics.attach_reader`): 0 would be a lie.
-    """
-
-    name: str
-    kind: Kind
-    unit: str
-    roles: tuple[str, ...]
-    help: str
-    labels: tuple[Label, ...] = ()
-    buckets: tuple[float, ...] = ()
-    read: bool = False
-
-    @cached_property
-    def label_names(self) -> tuple[str, ...]:
-        return tuple(label.name for label in self.labels)
-
+from segue.metrics.metric import Label, Metric
+from segue.metrics.metric import counter as _counter
+from segue.metrics.metric import gauge as _gauge
+from segue.metrics.metric import histogram as _histogram
+from segue.metrics.metric import read as _read
 
 ALL = words.ROLES
 ASYNCIO = ("scheduler", "rollout", "envpool", "learner")
@@ -67,22 +30,6 @@ CALL_SECONDS = (*SHORT_SECONDS, 30.0, 60.0, 120.0, 300.0, 600.0)
 LONG_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0)
 AGES = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 24.0, 32.0, 64.0)
 SPREADS = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-
-
-def _counter(name: str, unit: str, roles: tuple[str, ...], help: str, *labels: Label) -> Metric:
-    return Metric(name, "counter", unit, roles, help, labels)
-
-
-def _gauge(name: str, unit: str, roles: tuple[str, ...], help: str, *labels: Label) -> Metric:
-    return Metric(name, "gauge", unit, roles, help, labels)
-
-
-def _read(name: str, kind: Kind, unit: str, roles: tuple[str, ...], help: str, *labels: Label) -> Metric:
-    return Metric(name, kind, unit, roles, help, labels, read=True)
-
-
-def _histogram(name: str, unit: str, roles: tuple[str, ...], buckets: tuple[float, ...], help: str, *labels: Label) -> Metric:
-    return Metric(name, "histogram", unit, roles, help, labels, buckets)
 
 
 _PROCESS = (

@@ -6,7 +6,8 @@ import sys
 
 from segue.docgen import DOCS, table, write_or_check
 from segue.metrics import vocabulary as words
-from segue.metrics.catalogue import CATALOGUE, Label, Metric
+from segue.metrics.catalogue import CATALOGUE
+from segue.metrics.metric import Label, Metric
 
 _INTRO = """\
 # Metrics

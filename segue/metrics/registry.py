@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import threading
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -21,10 +18,12 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from segue import __version__
-from segue.metrics.catalogue import CATALOGUE, Metric, exported_by
+from segue.metrics.catalogue import CATALOGUE, exported_by
+from segue.metrics.metric import Metric
+from segue.metrics.samples import sample_name
+from segue.metrics.series import Counter, Gauge, Histogram, Key, Observed, Writes
 from segue.metrics.states import Clock
 
-Key = tuple[str, ...]
 _STATE_SECONDS = "segue_worker_state_seconds_total"
 _STATE = "segue_worker_state"
 _WRITES = "segue_metric_writes_total"
@@ -48,95 +47,6 @@ class BuildInfo:
     attempt: int = 1
 
 
-@dataclass
-class _Histogram:
-    """Counts per bucket (the last one is beyond all edges), and the sum of what was observed."""
-
-    edges: tuple[float, ...]
-    counts: list[int] = field(default_factory=list)
-    sum: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.edges) + 1)
-
-    def observe(self, value: float, count: int) -> None:
-        self.counts[bisect_left(self.edges, value)] += count
-        self.sum += value * count
-
-    def cumulative(self) -> list[tuple[str, int]]:
-        totals = itertools.accumulate(self.counts)
-        return list(zip([*map(_edge, self.edges), "+Inf"], totals, strict=True))
-
-
-def _edge(value: float) -> str:
-    return repr(float(value))
-
-
-class _Writes:
-    """The lock that every write takes, and how many there were."""
-
-    __slots__ = ("count", "lock")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-
-
-class Counter:
-    """One series of a counter, found once and counted often."""
-
-    __slots__ = ("_key", "_name", "_series", "_writes")
-
-    def __init__(self, name: str, series: dict[Key, float], key: Key, writes: _Writes) -> None:
-        self._name = name
-        self._series = series
-        self._key = key
-        self._writes = writes
-
-    def add(self, value: float = 1.0) -> None:
-        """Count `value` more. Raises ValueError if it is negative or not a number."""
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{self._name} is a counter: it cannot grow by {value}")
-        with self._writes.lock:
-            self._series[self._key] += value
-            self._writes.count += 1
-
-
-class Gauge:
-    """One series of a gauge."""
-
-    __slots__ = ("_key", "_series", "_writes")
-
-    def __init__(self, series: dict[Key, float], key: Key, writes: _Writes) -> None:
-        self._series = series
-        self._key = key
-        self._writes = writes
-
-    def set(self, value: float) -> None:
-        with self._writes.lock:
-            self._series[self._key] = float(value)
-            self._writes.count += 1
-
-
-class Histogram:
-    """One series of a histogram."""
-
-    __slots__ = ("_histogram", "_name", "_writes")
-
-    def __init__(self, name: str, histogram: _Histogram, writes: _Writes) -> None:
-        self._name = name
-        self._histogram = histogram
-        self._writes = writes
-
-    def observe(self, value: float) -> None:
-        """Observe one value. Raises ValueError on NaN and infinity."""
-        if not math.isfinite(value):
-            raise ValueError(f"{self._name}: an observation of {value}")
-        with self._writes.lock:
-            self._histogram.observe(float(value), 1)
-            self._writes.count += 1
-
-
 class Metrics(Collector):
     """The metrics of one role in one process. Only names, labels and values of the catalogue are accepted.
 
@@ -157,7 +67,7 @@ class Metrics(Collector):
         self.role = role
         self.rank = rank
         self.gpus = tuple(gpus)
-        self._writes = _Writes()
+        self._writes = Writes()
         self._lock = self._writes.lock
         self._declared = {metric.name: metric for metric in exported_by(role)}
         self._open = {
@@ -168,7 +78,7 @@ class Metrics(Collector):
             "attempt": (str(build.attempt),),
         }
         self._values: dict[str, dict[Key, float]] = {}
-        self._histograms: dict[str, dict[Key, _Histogram]] = {}
+        self._histograms: dict[str, dict[Key, Observed]] = {}
         for metric in self._declared.values():
             every = itertools.product(*(self._label_values(metric, name) for name in metric.label_names))
             keys = [] if metric.read else [*every]
@@ -176,7 +86,7 @@ class Metrics(Collector):
                 edges = metric.buckets
                 if metric.unit == "versions" and staleness_bound is not None:
                     edges = tuple(sorted({*edges, float(staleness_bound), round(0.8 * staleness_bound, 6)}))
-                self._histograms[metric.name] = {key: _Histogram(edges) for key in keys}
+                self._histograms[metric.name] = {key: Observed(edges) for key in keys}
             else:
                 always = 1.0 if metric.name.endswith("_info") else 0.0
                 self._values[metric.name] = dict.fromkeys(keys, always)
@@ -278,15 +188,17 @@ class Metrics(Collector):
         with self._lock:
             return sum(h.sum for key, h in self._histograms[name].items() if _matches(names, key, labels))
 
-    def snapshot(self) -> dict[str, float]:
+    def snapshot(self, names: Collection[str] = ()) -> dict[str, float]:
         """Every sample as plain data, named as in the exposition: `segue_prefill_tokens_total{cause="first"}` → 12.0.
+
+        With `names`, those of these metrics alone, as far as this role exports them; no reader is asked then.
 
         Histograms appear as `…_bucket{…,le="4.0"}`, `…_count` and `…_sum`. `read_sample` takes the names apart again.
         """
-        self._refresh()
+        self._refresh(readers=not names)
         samples: dict[str, float] = {}
         with self._lock:
-            for metric in self._declared.values():
+            for metric in (metric for metric in self._declared.values() if not names or metric.name in names):
                 for key, value in self._values.get(metric.name, {}).items():
                     samples[sample_name(metric.name, metric.label_names, key)] = value
                 for key, histogram in self._histograms.get(metric.name, {}).items():
@@ -343,7 +255,7 @@ class Metrics(Collector):
         self._key(metric, labels)
         raise self._undeclared_value(metric, labels)
 
-    def _histogram(self, name: str, labels: dict[str, str]) -> _Histogram:
+    def _histogram(self, name: str, labels: dict[str, str]) -> Observed:
         metric = self._metric(name, "histogram")
         histogram = self._histograms[name].get(self._key(metric, labels))
         if histogram is None:
@@ -370,10 +282,10 @@ class Metrics(Collector):
             found += [(key, float(sum(h.counts))) for key, h in self._histograms.get(name, {}).items()]
         return [(key, value) for key, value in found if _matches(names, key, labels)]
 
-    def _refresh(self) -> None:
+    def _refresh(self, readers: bool = True) -> None:
         """Bring up to date what is read and not written."""
         self._read_clock()
-        for name, labels, value in [reading for reader in self._readers for reading in reader()]:
+        for name, labels, value in [reading for reader in self._readers * readers for reading in reader()]:
             metric = self._declared.get(name)
             if metric is None or not metric.read:
                 raise UndeclaredMetric(f"{name}: a reader brought it to {self.role}, for which it is not declared as read")
@@ -411,21 +323,6 @@ class Metrics(Collector):
         for key, value in self._values[metric.name].items():
             family.add_metric(key, value)
         return family
-
-
-def sample_name(name: str, labels: Sequence[str], values: Sequence[str]) -> str:
-    """A sample's name with its labels in braces, in the order of declaration."""
-    pairs = [f'{label}="{value}"' for label, value in zip(labels, values, strict=True)]
-    return f"{name}{{{','.join(pairs)}}}" if pairs else name
-
-
-_PAIR = re.compile(r'(\w+)="([^"]*)"')
-
-
-def read_sample(sample: str) -> tuple[str, dict[str, str]]:
-    """The inverse of `sample_name`: the name and the labels. Label values hold no quotes (they come from closed sets)."""
-    name, brace, rest = sample.partition("{")
-    return name, dict(_PAIR.findall(rest)) if brace else {}
 
 
 def _matches(names: Sequence[str], key: Key, labels: dict[str, str]) -> bool:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from segue.metrics.catalogue import CATALOGUE, Metric
+from segue.metrics.catalogue import CATALOGUE
+from segue.metrics.metric import Metric
 from segue.monitoring.prometheus import DCGM_COUNTERS
 from segue.monitoring.rules import BY_NAME
 

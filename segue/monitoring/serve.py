@@ -39,18 +39,30 @@ def monitor(
     if program is None:
         raise UserError(f"There is no Prometheus here: {HOW_TO_GET}.")
     check_port(port)
-    folder = run.path.resolve() / "metrics" / "prometheus"
+    folder = folder_of(run)
     log = run.log_of("prometheus")
     write_files(run, folder, interval)
     with open(log, "ab") as output:
         process = start(program, folder, port, output, tie)
     try:
         until_ready(process, port, log)
+        write_atomic(address_file(run), f"http://{HOST}:{port}\n".encode())
         say(f"Prometheus of {run.name}: http://{HOST}:{port} (Ctrl-C ends it; Grafana: docs/monitoring.md)")
         process.wait()
         raise RunFailed("prometheus", _ended(process, log))
     finally:
+        address_file(run).unlink(missing_ok=True)
         stop(process)
+
+
+def folder_of(run: RunDir) -> Path:
+    """Where a run's Prometheus has its configuration and its data."""
+    return run.path.resolve() / "metrics" / "prometheus"
+
+
+def address_file(run: RunDir) -> Path:
+    """Says where the run's Prometheus answers, while it runs: `segue top` asks it for alerts."""
+    return folder_of(run) / "address"
 
 
 def check_port(port: int) -> None:

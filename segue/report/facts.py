@@ -87,8 +87,3 @@ class RunFacts:
     evals: Mapping[str, EvalResult] = field(default_factory=dict)
     notes: Sequence[str] = ()
     attempts: int = 1
-
-
-def role_of(target: str) -> str:
-    """The role in a target's name: "weightsync-rollout-0" is weightsync's."""
-    return target.partition("-")[0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from segue.config import Config, load_config
 from segue.errors import UserError
@@ -37,11 +38,37 @@ def age_bound(run: RunDir, config: Config) -> int:
     return max(config.staleness.max_age, *earlier, 0)
 
 
+def recorded_evals(run: RunDir) -> dict[str, Any]:
+    """The evaluations so far by name, as summary.json has them; empty if there are none."""
+    return _load(run.evals) if run.evals.is_file() else {}
+
+
 def _load(path: Path) -> dict[str, Any]:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): restore it, or remove it to see the figures of the steps.") from None
     if not isinstance(summary, dict):
-        raise UserError(f"{path} holds no summary: restore it, or remove it to see the figures of the steps.")
+        raise UserError(f"{path} holds no figures: restore it, or remove it to see the figures of the steps.")
     return summary
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How a run stands: it goes on, it is done, or it was stopped or failed before its end; in a sentence."""
+
+    kind: Literal["goes on", "done", "stopped"]
+    sentence: str
+
+
+def condition_of(run: RunDir, config: Config, steps: int) -> Condition:
+    """How the run stands after `steps` steps, as its directory shows."""
+    of = f"{steps} of {config.steps} steps"
+    if run.held():
+        return Condition("goes on", f"It goes on: {of} are trained.")
+    if run.summary.is_file():
+        seconds = _load(run.summary).get("wall_seconds")
+        return Condition("done", f"It is done: {of} in {seconds:.0f} s." if seconds else f"It is done: {of}.")
+    saved = run.complete_checkpoints()
+    go_on = f"{saved[-1].path.name} is its newest checkpoint, from which --resume goes on" if saved else "it has no checkpoint"
+    return Condition("stopped", f"It ended early, stopped or failed: {of} are trained; {go_on} (logs: {run.logs}).")

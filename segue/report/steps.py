@@ -11,6 +11,11 @@
     updates_coalesced    versions that never went to the nodes, so far             inflight          how the next update crosses
     redundant_episodes   since the step before, members dropped because G of their group were valid (group.redundancy)
     redundant_tokens     what had been sampled of them: each would have become at least as long
+    since the step before, by the processes that answered when it ended (segue/report/counted.py); absent of a step that ended
+    after the run was stopped, null what nobody said:
+    state_seconds        by role and state, over all its processes (env pools: their slots)
+    prefill_tokens       context tokens computed, by cause                         decode_tokens   sampled, evaluation included
+    env_step_p50_seconds, env_step_p95_seconds   latency of environment steps, from bucket edges; null without one
     then the learner's statistics under its own names (learner/batches.py, learner/diagnostics.py): loss, grad_norm,
     reward_mean, reward_std, info_success, tokens_generated, tokens_trained, tokens_masked_age, kept_fraction,
     trajectories_trained, trajectories_multi_version, logprob_gap_mean, logprob_gap_max, logprob_gap_tokens, …
@@ -38,9 +43,10 @@ def step_line(
     reprefill: Mapping[str, Any],
     stats: Mapping[str, float],
     redundant: tuple[int, int] = (0, 0),
+    since: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The line of one step; `reprefill` has tokens, seconds, updates, coalesced and inflight; `redundant` is (episodes, tokens);
-    `stats` follow in their order."""
+    `since` what the roles counted; `stats` follow in their order."""
     line: dict[str, Any] = {
         "step": step,
         "elapsed_seconds": round(elapsed_seconds, 3),
@@ -57,6 +63,7 @@ def step_line(
         "inflight": reprefill["inflight"],
         "redundant_episodes": redundant[0],
         "redundant_tokens": redundant[1],
+        **(since or {}),
     }
     taken = [name for name in stats if name in line]
     assert not taken, f"statistics named like a field of the line: {taken}"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from segue.metrics.registry import read_sample
+from segue.metrics.samples import Scrape, role_of, total, values
 from segue.metrics.vocabulary import PREFILL_CAUSES, ROLES, STATES, is_idle
 from segue.report import steps
 from segue.report.checks import contradictions
-from segue.report.facts import EpisodeCounts, EvalResult, RunFacts, WeightSyncFigures, role_of
+from segue.report.facts import EpisodeCounts, EvalResult, RunFacts, WeightSyncFigures
 
 Lines = Sequence[Mapping[str, Any]]
-Snapshots = Mapping[str, Mapping[str, float]]
 
 EVALS = ("before", "after")
 
@@ -53,10 +52,10 @@ def partial_summary(mode: str, bound: int, lines: Lines) -> dict[str, Any]:
     }
 
 
-def tokens(metrics: Snapshots, lines: Lines) -> dict[str, int]:
+def tokens(metrics: Scrape, lines: Lines) -> dict[str, int]:
     """Sampled by all engines (evaluation included); trained; and kept out of the loss by their age."""
     return {
-        "generated": int(_sum(metrics, "segue_decode_tokens_total", "rollout")),
+        "generated": int(total(metrics, "rollout", "segue_decode_tokens_total")),
         "trained": int(steps.total(lines, "tokens_trained")),
         "masked_age": int(steps.total(lines, "tokens_masked_age")),
     }
@@ -90,19 +89,19 @@ def episodes(counts: EpisodeCounts) -> dict[str, Any]:
     }
 
 
-def prefill(metrics: Snapshots) -> dict[str, int]:
+def prefill(metrics: Scrape) -> dict[str, int]:
     """Context tokens computed, by cause; found in the cache; and the engines' own count of the former."""
-    result = {cause: int(_sum(metrics, "segue_prefill_tokens_total", "rollout", cause=cause)) for cause in PREFILL_CAUSES}
-    result["cached"] = int(_sum(metrics, "segue_cached_tokens_total", "rollout"))
-    result["engine_total"] = int(_sum(metrics, "segue_engine_prefill_tokens_total", "rollout"))
+    result = {cause: int(total(metrics, "rollout", "segue_prefill_tokens_total", cause=cause)) for cause in PREFILL_CAUSES}
+    result["cached"] = int(total(metrics, "rollout", "segue_cached_tokens_total"))
+    result["engine_total"] = int(total(metrics, "rollout", "segue_engine_prefill_tokens_total"))
     return result
 
 
 def reprefill(facts: RunFacts) -> dict[str, Any]:
     """What weight updates cost: tokens computed again and the engine seconds that took, in all, per update, per trained token (of
     a run in one attempt), and as a share of the rollout nodes' time."""
-    tokens = int(_sum(facts.metrics, "segue_prefill_tokens_total", "rollout", cause="weight_update"))
-    seconds = _sum(facts.metrics, "segue_prefill_seconds_total", "rollout", cause="weight_update")
+    tokens = int(total(facts.metrics, "rollout", "segue_prefill_tokens_total", cause="weight_update"))
+    seconds = total(facts.metrics, "rollout", "segue_prefill_seconds_total", cause="weight_update")
     count, trained = sum(facts.node_updates.values()), int(steps.total(facts.lines, "tokens_trained"))
     there = sum(sum(spent.values()) for target, spent in facts.states.items() if role_of(target) == "rollout")
     return {
@@ -131,7 +130,7 @@ def redundancy(lines: Lines) -> dict[str, Any]:
     return {"episodes": int(dropped), "tokens": int(lost), "length_bias_at_most": None if bias is None else round(bias, 6)}
 
 
-def roles(states: Snapshots) -> dict[str, Any]:
+def roles(states: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     """Seconds per state over all processes of a role, and the share of them that was not waiting."""
     result: dict[str, Any] = {}
     for role in ROLES:
@@ -172,10 +171,10 @@ def logprob_gap(lines: Lines) -> dict[str, Any]:
     }
 
 
-def probe_max(metrics: Snapshots) -> float | None:
+def probe_max(metrics: Scrape) -> float | None:
     """Largest |learner − engine| log-probability of the probe over all nodes and loads; None where nobody was probed."""
-    probed = _sum(metrics, "segue_weight_sync_seconds_count", "weightsync", phase="probe")
-    gaps = _samples(metrics, "segue_weight_probe_gap_max_nats", "rollout", {})
+    probed = total(metrics, "weightsync", "segue_weight_sync_seconds_count", phase="probe")
+    gaps = values(metrics, "rollout", "segue_weight_probe_gap_max_nats")
     return max(gaps, default=None) if probed else None
 
 
@@ -186,17 +185,3 @@ def evaluation(result: EvalResult | None) -> dict[str, Any] | None:
 
 def _ratio(total: float, count: int) -> float | None:
     return round(total / count, 6) if count else None
-
-
-def _sum(metrics: Snapshots, name: str, role: str, **labels: str) -> float:
-    """A sample's sum over all processes of a role and over the labels left out."""
-    return sum(_samples(metrics, name, role, labels))
-
-
-def _samples(metrics: Snapshots, name: str, role: str, labels: Mapping[str, str]) -> Iterable[float]:
-    for snapshot in (snapshot for target, snapshot in metrics.items() if role_of(target) == role):
-        for sample, value in snapshot.items():
-            if sample.startswith(name):
-                found, given = read_sample(sample)
-                if found == name and labels.items() <= given.items():
-                    yield value

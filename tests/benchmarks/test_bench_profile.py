@@ -11,9 +11,9 @@ from prometheus_client import generate_latest
 from benchmarks import profile
 from benchmarks.cpu import SUPERVISOR, CpuWatch
 from benchmarks.figures import Window
-from benchmarks.watched import Scrape, read_exposition
 from segue.errors import UserError
 from segue.metrics import Metrics
+from segue.metrics.samples import Scrape, read_exposition
 
 
 def scrape(**targets: Metrics) -> Scrape:

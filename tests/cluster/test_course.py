@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from segue.cluster.child import Job, Report
 from segue.cluster.controller import Controller
 from segue.cluster.driver import Driver
 from segue.cluster.role_handle import Died
+from segue.cluster.roles import Facts
 from segue.config import Config, to_toml
 from segue.config.root import resolve
 from segue.console import Console
@@ -58,6 +60,11 @@ class Scheduler(Service):
         return await self.handle(method, body)
 
 
+async def no_counts(names: Collection[str]) -> dict[str, Facts]:
+    """Roles that do not say what they counted."""
+    return {}
+
+
 @pytest.fixture
 def config() -> Config:
     return resolve({"steps": 1, "task": {"env": "latency"}, "model": {"path": "x"}, "eval": {"tasks": 0}}, "a test")
@@ -75,7 +82,7 @@ async def test_a_fatal_event_ends_the_course_and_cancels_nothing_else(config: Co
     scheduler = Scheduler(RunEvent(1, "fatal", {"part": "weightsync", "sentence": "No node took the weights."}))
     learner = asyncio.get_running_loop().create_future()
     learned = asyncio.gather(learner, return_exceptions=True)
-    controller = Controller(config, run, scheduler, learned, Console())
+    controller = Controller(config, run, scheduler, learned, Console(), no_counts)
     with pytest.raises(RunFailed, match="No node took the weights"):
         await asyncio.wait_for(controller.run(), SECONDS)
     assert not learner.cancelled() and not learned.done()
@@ -99,7 +106,7 @@ async def test_a_learner_that_fails_ends_the_course_without_an_evaluation(config
     evaluated = config.model_copy(update={"eval": config.eval.model_copy(update={"tasks": 4, "before": False})})
     learner = asyncio.get_running_loop().create_future()
     learner.set_exception(RunFailed("learner-0", "No batch came."))
-    controller = Controller(evaluated, run, scheduler, asyncio.gather(learner, return_exceptions=True), Console())
+    controller = Controller(evaluated, run, scheduler, asyncio.gather(learner, return_exceptions=True), Console(), no_counts)
     with pytest.raises(RunFailed, match="No batch came"):
         await asyncio.wait_for(controller.run(), SECONDS)
     assert START_EVAL.name not in asked
@@ -145,14 +152,16 @@ async def test_a_start_that_takes_too_long_names_who_is_missing(config: Config, 
 
 async def test_a_serial_run_says_which_seconds_are_logical(config: Config, run: RunDir) -> None:
     learned = asyncio.get_running_loop().create_future()
-    notes = [Controller(config, run, Scheduler(), learned, Console(), serial=serial)._notes([]) for serial in (True, False)]
+    notes = [
+        Controller(config, run, Scheduler(), learned, Console(), no_counts, serial=serial)._notes([]) for serial in (True, False)
+    ]
     assert ["logical clock" in " ".join(found) for found in notes] == [True, False]
 
 
 async def test_steps_that_an_attempt_took_with_it_are_missed(config: Config, run: RunDir) -> None:
     """A driver that is killed between a checkpoint and the line of its step."""
     learned = asyncio.get_running_loop().create_future()
-    controller = Controller(config, run, Scheduler(), learned, Console())
+    controller = Controller(config, run, Scheduler(), learned, Console(), no_counts)
     assert controller._notes([]) == []
     with JsonLines(run.metrics) as lines:
         for step in (0, 1, 4):
@@ -201,3 +210,52 @@ async def test_the_step_that_an_interrupt_lets_end_is_noted(
     assert [line["step"] for line in lines] == [0, 1]
     since_the_step_before = [(line["redundant_episodes"], line["redundant_tokens"]) for line in lines]
     assert since_the_step_before == [(0, 0), (2, 30)]
+
+
+async def test_a_step_has_what_the_roles_counted_since_the_one_before(config: Config, run: RunDir) -> None:
+    """A node that does not answer once is in the next line for both; one that began anew counts from 0."""
+    asked: list[list[str]] = []
+    prefilled = [{"0": 5, "1": 100}, {"0": 15, "1": 200}, {"0": 25}, {"0": 3, "1": 260}]
+
+    async def counts(names: Collection[str]) -> Mapping[str, Facts]:
+        told = prefilled[len(asked)]
+        asked.append([*names])
+        sample = 'segue_prefill_tokens_total{cause="turn"}'
+        return {f"rollout-{rank}": Facts({f"rollout-{rank}": {sample: float(tokens)}}, {}, 1) for rank, tokens in told.items()}
+
+    scheduler = Scheduler(*(step_event(step + 1, step) for step in range(3)))
+    learned = asyncio.get_running_loop().create_future()
+    controller = Controller(config, run, scheduler, learned, Console(), counts)
+    course = asyncio.create_task(controller.run())
+    await asyncio.wait_for(scheduler.all_told.wait(), SECONDS)
+    course.cancel()
+    await asyncio.wait([course])
+    lines = read_jsonl(run.metrics)
+    assert [line["prefill_tokens"]["turn"] for line in lines] == [110, 10, 63]
+    assert all("segue_prefill_tokens_total" in names for names in asked) and len(asked) == 4
+    assert [line["state_seconds"] for line in lines] == [None] * 3
+
+
+async def test_who_is_cancelled_while_the_roles_are_asked_has_not_seen_the_step(config: Config, run: RunDir) -> None:
+    """The driver of an interrupted run takes the events up again: the step must still be among them."""
+    asking, asked = asyncio.Event(), 0
+
+    async def counts(names: Collection[str]) -> Mapping[str, Facts]:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            asking.set()
+            await asyncio.Event().wait()
+        return {}
+
+    scheduler = Scheduler(step_event(1, 0))
+    learned = asyncio.get_running_loop().create_future()
+    controller = Controller(config, run, scheduler, learned, Console(), counts)
+    course = asyncio.create_task(controller.run())
+    await asyncio.wait_for(asking.wait(), SECONDS)
+    course.cancel()
+    await asyncio.wait([course])
+    assert read_jsonl(run.metrics) == []
+    await asyncio.wait_for(controller.catch_up(), SECONDS)
+    (line,) = read_jsonl(run.metrics)
+    assert line["step"] == 0 and "prefill_tokens" not in line

@@ -63,6 +63,17 @@ def test_report_of_a_finished_run(finished: Path) -> None:
         assert any(line.startswith(word) for line in table.out), word
 
 
+def test_the_page_and_the_last_picture_of_a_finished_run(finished: Path) -> None:
+    """Its lines tell all that the page can show, and a serial run's too."""
+    page = segue("report", finished, "--html")
+    assert (page.wait(), page.err, page.out) == (0, [], [f"{finished}/report.html"])
+    text = (finished / "report.html").read_text()
+    assert "It is done: " in text and "Idle share by role" in text and "Left out" not in text
+    shown = segue("top", finished)
+    assert (shown.wait(), shown.err) == (0, [])
+    assert shown.out[0].startswith("Run run  It is done: ") and shown.line(r"^rollout +[█▒░]+ +\d+%  ")
+
+
 def test_report_of_a_run_that_goes_on(smoke: Path, tmp_path: Path) -> None:
     with Command("train", smoke, "--run", tmp_path / "run", *LONG, "--serial") as command:
         command.steps(2)

@@ -20,14 +20,28 @@ STOPPING = r"^Stopping: the learner finishes its step and writes a checkpoint"
 
 @pytest.fixture(scope="module")
 def interrupted(smoke: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """A run with a step every checkpoint would miss, stopped after its third step or a little later."""
+    """A run with a step every checkpoint would miss, stopped after its third step or a little later; top.txt beside it is what
+    `segue top` showed of it before."""
     run = tmp_path_factory.mktemp("interrupted") / "run"
     with Command("train", smoke, "--run", run, *LONG, "--set", "checkpoint.every=1000", "--set", "eval.tasks=4") as command:
         command.steps(3)
+        told = segue("top", run, "--once", "--interval", "0.2")
+        assert (told.wait(), told.err) == (0, []), told.tails()
+        (run.parent / "top.txt").write_text("\n".join(told.out))
         command.signal(signal.SIGINT)
         command.wait(END_SECONDS)
         command.assert_nothing_left()
         yield command
+
+
+def test_top_showed_it_live(interrupted: Command) -> None:
+    shown = (interrupted.run.parent / "top.txt").read_text()
+    assert re.match(r"Run run  It goes on: \d+ of 100000 steps are trained\.", shown)
+    for role in ("scheduler-0", "rollout-0", "envpool-0", "learner-0", "weightsync-rollout-0", "weightsync-learner-0"):
+        assert re.search(rf"^{role} +[█▒░]+ +\d+%  ", shown, re.M), shown
+    for subject in ("queues", "in flight", "staleness", "versions", "env steps", "tokens/s", "alerts"):
+        assert re.search(rf"^{subject} ", shown, re.M), shown
+    assert "does not answer" not in shown and "no sign of life" not in shown
 
 
 def test_ctrl_c_stops_in_order_and_keeps_a_checkpoint(interrupted: Command) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e_run import Command, fetch
+from e2e_run import Command, fetch, segue
 
 from segue.monitoring.binaries import HOW_TO_GET, find
 from segue.monitoring.boards import DASHBOARDS
@@ -36,12 +37,14 @@ PANELS = [pytest.param(panel, id=f"{board.name}/{panel.title}") for board in DAS
 
 @dataclass
 class Seen:
-    """What is there to ask once the run is over: Prometheus' address, the time the run took, every target's text."""
+    """What is there to ask once the run is over: Prometheus' address, the time the run took, every target's text, and what `segue
+    top` showed."""
 
     address: str
     began: float
     ended: float
     texts: dict[str, str]
+    top: str
 
     def ask(self, expr: str) -> list[Any]:
         """The series of an expression over the whole run."""
@@ -70,9 +73,11 @@ def seen(smoke: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen
             training.steps(training.trained() + STEPS)
             texts = {name: fetch(address, "/metrics")[2] for name, address in training.targets().items()}
             ended = time.time()
+            top = segue("top", run, "--once", "--interval", "0.2")
+            assert (top.wait(), top.err) == (0, []), top.tails()
             training.signal(signal.SIGINT)
             assert training.wait() == 130, training.tails()
-            yield Seen(f"127.0.0.1:{port}", began, ended, texts)
+            yield Seen(f"127.0.0.1:{port}", began, ended, texts, "\n".join(top.out))
             monitoring.signal(signal.SIGINT)
             assert monitoring.wait() == 130, monitoring.tails()
             assert monitoring.err == ["Interrupted."]
@@ -95,6 +100,10 @@ def test_every_recording_rule_has_data_that_needs_no_gpu(seen: Seen) -> None:
 def test_no_alert_fires_in_a_healthy_run(seen: Seen) -> None:
     fired = {series["metric"]["alertname"] for series in seen.ask('ALERTS{alertstate="firing"}')}
     assert fired == set()
+
+
+def test_top_asks_the_runs_prometheus_for_alerts(seen: Seen) -> None:
+    assert re.search(r"^alerts +(none|Segue\w+ pending for )", seen.top, re.M), seen.top
 
 
 def test_all_targets_of_the_run_were_scraped(seen: Seen) -> None:

@@ -127,6 +127,18 @@ def test_metrics_lines_hold_every_step(made: Smoke) -> None:
     assert [line["elapsed_seconds"] for line in lines] == sorted(line["elapsed_seconds"] for line in lines)
 
 
+def test_metrics_lines_hold_what_every_role_counted_since_the_step_before(made: Smoke) -> None:
+    lines, summary = lines_of(made.run), summary_of(made.run)
+    for line in lines:
+        assert set(line["state_seconds"]) == {"scheduler", "rollout", "envpool", "learner", "weightsync"}
+        assert all(sum(states.values()) > 0.0 for states in line["state_seconds"].values())
+    assert sum(line["decode_tokens"] for line in lines) <= summary["tokens"]["generated"], "evaluations are no step's"
+    for cause in ("first", "turn"):
+        assert 0 < sum(line["prefill_tokens"][cause] for line in lines) <= summary["prefill"][cause]
+    latencies = [(line["env_step_p50_seconds"], line["env_step_p95_seconds"]) for line in lines]
+    assert any(p50 is not None for p50, _ in latencies) and all(p50 <= p95 for p50, p95 in latencies if p50 is not None)
+
+
 def test_all_roles_are_targets_and_answer_while_they_run(made: Smoke) -> None:
     config = made.config
     nodes = [f"rollout-{rank}" for rank in range(config.rollout.nodes)]

@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from segue.episode import DropReason, FailureClass, Outcome, State
 from segue.metrics import Metrics
-from segue.metrics.catalogue import CATALOGUE, Metric, exported_by
+from segue.metrics.catalogue import CATALOGUE, exported_by
+from segue.metrics.metric import Metric
 from segue.metrics.vocabulary import (
     DROP_REASONS,
     EPISODE_STATES,

@@ -14,7 +14,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from segue.metrics import BuildInfo, Metrics, StateClock
-from segue.metrics.registry import UndeclaredMetric, read_sample
+from segue.metrics.registry import Reading, UndeclaredMetric
+from segue.metrics.samples import read_sample
 from segue.metrics.vocabulary import ROLES, STATES
 
 AGE = "segue_token_staleness_versions"
@@ -111,6 +112,22 @@ def test_the_scrape_shows_the_histogram_as_prometheus_wants_it() -> None:
     assert values[(f"{AGE}_bucket", "0.0")] == 10 and values[(f"{AGE}_bucket", "2.0")] == 15
     assert values[(f"{AGE}_bucket", "+Inf")] == values[(f"{AGE}_count", "")] == 15
     assert values[(f"{AGE}_sum", "")] == 10
+
+
+def test_a_snapshot_of_a_few_metrics_is_that_part_of_the_whole_one_and_asks_no_reader() -> None:
+    metrics = Metrics("rollout", envs=("e",))
+    metrics.add("segue_prefill_tokens_total", 3, cause="turn")
+    metrics.observe("segue_turn_generate_seconds", 0.2)
+    whole = metrics.snapshot()
+
+    def never() -> list[Reading]:
+        raise AssertionError("a reader was asked")
+
+    metrics.attach_reader(never)
+    names = ["segue_prefill_tokens_total", "segue_turn_generate_seconds", "segue_learner_steps_total"]
+    part = metrics.snapshot(names)
+    assert {read_sample(sample)[0] for sample in part} == {names[0], *(f"{names[1]}_{end}" for end in ("bucket", "count", "sum"))}
+    assert part == {sample: whole[sample] for sample in part}
 
 
 def test_build_info_says_what_runs() -> None:

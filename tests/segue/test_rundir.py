@@ -149,6 +149,16 @@ def test_only_one_process_owns_a_run(tmp_path: Path) -> None:
     run.unlock()
 
 
+def test_whether_somebody_owns_a_run_can_be_seen(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "demo", "")
+    assert RunDir.open(run.path).held()
+    run.unlock()
+    assert not RunDir.open(run.path).held()
+    run.lock()  # looking left nothing behind
+    (run.path / ".lock").unlink()
+    assert not RunDir.open(run.path).held(), "not of ours, or copied without it"
+
+
 def test_a_run_that_goes_on_is_not_resumed_and_not_touched(tmp_path: Path) -> None:
     first = RunDir.create(tmp_path / "demo", "steps = 1\n")
     with pytest.raises(UserError, match="is still going on"):

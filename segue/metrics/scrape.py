@@ -1,0 +1,128 @@
+"""Asks the processes of a run for their metrics, over HTTP, where `metrics/targets/*.json` says that they are.
+
+Waits for: each answer, at most `seconds`. A process that does not answer is an `OSError`, raised or handed back.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from segue.errors import UserError
+from segue.metrics.samples import Samples, Scrape, read_exposition
+from segue.rundir import RunDir
+
+SCRAPE_SECONDS = 5.0
+AT_ONCE = 32
+"""Questions under way: a run of a hundred nodes is asked in a few rounds."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A process that serves metrics: its name, for instance "rollout-0", and host:port."""
+
+    name: str
+    address: str
+
+
+def targets(run: RunDir) -> list[Target]:
+    """The targets of a run as it is now, by name. Raises `UserError` for a file that is none."""
+    found = []
+    for file in sorted(run.targets.glob("*.json")):
+        try:
+            entries = json.loads(file.read_text(encoding="utf-8"))
+            found += [Target(file.stem, address) for entry in entries for address in entry["targets"]]
+        except FileNotFoundError:
+            continue  # withdrawn in between
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} cannot be read as a target of the run ({error}): remove it.") from None
+    return found
+
+
+def get(url: str, seconds: float = SCRAPE_SECONDS) -> str:
+    """The text behind a URL, of `/health` also that of a process which is not well. Raises `OSError`."""
+    try:
+        with urllib.request.urlopen(url, timeout=seconds) as answer:
+            return str(answer.read().decode("utf-8", "replace"))
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read().decode("utf-8", "replace")
+    except http.client.HTTPException as error:
+        raise OSError(f"no answer in HTTP: {error!r}") from error
+
+
+def samples_of(address: str, seconds: float = SCRAPE_SECONDS) -> Samples:
+    """What the process at `address` exports. Raises `OSError`."""
+    try:
+        return read_exposition(get(f"http://{address}/metrics", seconds))
+    except ValueError as error:
+        raise OSError("what answers there serves no metrics") from error
+
+
+def scrape(run: Path) -> Scrape:
+    """Ask every target of a run now. Raises `OSError` when one does not answer, `UserError` if there is no such run."""
+    return {target.name: samples_of(target.address) for target in targets(RunDir.open(run))}
+
+
+class Scraper:
+    """Asks the targets of one run again and again, all at once; those that do not answer are told with the reason.
+
+    An address is believed once `/health` there has named this run and that process: a crashed run leaves its targets, and
+    another run may have taken their ports since.
+    """
+
+    def __init__(self, run: RunDir, seconds: float) -> None:
+        self._run = run
+        self._seconds = seconds
+        self._known: set[Target] = set()
+
+    def ask(self) -> tuple[dict[str, Samples], dict[str, str]]:
+        """Samples of the targets that answered, and why the others did not, by name."""
+        there = targets(self._run)
+        with ThreadPoolExecutor(max(1, min(AT_ONCE, len(there))), "scrape") as pool:
+            answers = list(pool.map(self._one, there))
+        return _sorted(there, answers)
+
+    def _one(self, target: Target) -> Samples | OSError:
+        try:
+            if target not in self._known:
+                self._check(target)
+            samples = samples_of(target.address, self._seconds)
+        except OSError as error:
+            self._known.discard(target)
+            return error
+        self._known.add(target)
+        return samples
+
+    def _check(self, target: Target) -> None:
+        try:
+            health = json.loads(get(f"http://{target.address}/health", self._seconds))
+            who = (health["run"], f"{health['role']}-{health['rank']}")
+        except (ValueError, KeyError, TypeError):
+            raise OSError("something else answers there") from None
+        if who != (self._run.name, target.name):
+            raise OSError(f"{who[1]} of run {who[0]} answers there")
+
+
+def _sorted(there: Sequence[Target], answers: Sequence[Samples | OSError]) -> tuple[dict[str, Samples], dict[str, str]]:
+    answered: dict[str, Samples] = {}
+    silent: dict[str, str] = {}
+    for target, answer in zip(there, answers, strict=True):
+        if isinstance(answer, OSError):
+            silent[target.name] = _reason(answer)
+        else:
+            answered[target.name] = answer
+    return answered, silent
+
+
+def _reason(error: OSError) -> str:
+    inner = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(inner, TimeoutError):
+        return "no answer in time"
+    return (inner.strerror or str(inner)) if isinstance(inner, OSError) else str(inner)

@@ -1,0 +1,1 @@
+"""`segue top RUN`: what a run does now, or came to, in the terminal."""
