@@ -196,7 +196,7 @@ async def test_the_step_that_an_interrupt_lets_end_is_noted(
 
     monkeypatch.setattr(driver, "_each", stop)
     monkeypatch.setattr(driver, "_watch_silence", asyncio.Event().wait)
-    driver._actors = {"scheduler-0": SimpleNamespace(peer=scheduler)}  # type: ignore[dict-item]
+    driver._actors = {"scheduler-0": SimpleNamespace(name="scheduler-0", peer=scheduler)}  # type: ignore[dict-item]
     driver._ends = {asyncio.create_task(learns()): SimpleNamespace(spec=SimpleNamespace(role="learner"))}  # type: ignore[dict-item]
     course = asyncio.create_task(driver._course())
     await asyncio.wait_for(scheduler.all_told.wait(), SECONDS)
