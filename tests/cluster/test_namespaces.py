@@ -24,7 +24,7 @@ QUICKSTART_SECONDS = 600.0
 PORT = 29411
 APART = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[2]}"
 
-pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(lacking()), reason=lacking())]
+pytestmark = [pytest.mark.processes, pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
 
 @pytest.fixture
@@ -45,7 +45,6 @@ def summary(folder: Path) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.cluster
 def test_the_quickstart_learns_across_hosts(hosts: Hosts, tmp_path: Path) -> None:
     with ExitStack() as stack:
         head, *members = [
