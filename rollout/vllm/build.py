@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from rollout.vllm.environment import set_environment
 from rollout.vllm.expected import HEAD_SIZES_ON_CPU, head_size, kv_bytes_per_token, open_config
 from rollout.vllm.memory import check_memory, weight_bytes
 from rollout.vllm.record import SETTINGS
+from segue.config.rollout import PARALLEL
 from segue.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,6 +76,9 @@ def engine_arguments(
             )
         blocks = ROOM * slots * -(-max_tokens // block) + room
         arguments |= {"enforce_eager": True, "block_size": block, "kv_cache_memory_bytes": blocks * block * per_token}
+    if math.prod(int(given.get(name) or 1) for name in PARALLEL) > 1:
+        # Left to itself vLLM takes Ray for its workers where it finds itself in a placement group, as nodes on several hosts are.
+        arguments["distributed_executor_backend"] = "mp"
     arguments |= given
     memory = arguments.get("kv_cache_memory_bytes")
     least = (-(-max_tokens // block) + room) * block * per_token

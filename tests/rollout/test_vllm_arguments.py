@@ -89,6 +89,15 @@ def test_kv_memory_holds_what_it_must(tmp_path: Path) -> None:
     assert "kv_cache_memory_bytes" not in build(tmp_path, device="cuda:0"), "on a GPU vLLM takes what there is"
 
 
+def test_several_workers_of_a_node_are_processes_of_its_own(tmp_path: Path) -> None:
+    """vLLM would choose Ray for them inside a placement group."""
+    assert "distributed_executor_backend" not in build(tmp_path, {"tensor_parallel_size": 1})
+    assert build(tmp_path, {"tensor_parallel_size": 2})["distributed_executor_backend"] == "mp"
+    assert (
+        build(tmp_path, {"tensor_parallel_size": 2, "distributed_executor_backend": "x"})["distributed_executor_backend"] == "x"
+    )
+
+
 def test_a_model_that_vllm_cannot_run_on_a_cpu_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"attention heads of size 16, .* rollout\.engine = 'embedded'"):
         build(tmp_path, head=16)

@@ -80,7 +80,7 @@ def test_on_plain_hosts_the_first_trains_and_the_others_join(checkout: Checkout)
     assert "segue.cli train my.toml --set steps=3 --hosts 3 --address 10.0.0.1 --port 29500" in out
     code, out, err = checkout.launch("my.toml", "--set", "steps=3", NODE_RANK="2", NODE_ADDR="10.0.0.9", **hosts)
     assert code == 0, err
-    assert "segue.cli join --address 10.0.0.1 --port 29500 --own-address 10.0.0.9 --rank 2" in out
+    assert "segue.cli join --address 10.0.0.1 --port 29500 --own-address 10.0.0.9 --seconds 600 --rank 2" in out
 
 
 def test_a_second_call_installs_nothing_whatever_python_comes_first(checkout: Checkout) -> None:
