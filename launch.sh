@@ -24,8 +24,8 @@ set -euo pipefail
 # SLURM runs a copy of this file: what it was called as is known to the job.
 script=${BASH_SOURCE[0]}
 if [ -n "${SLURM_JOB_ID:-}" ] && [ ! -f "$(dirname "$script")/pyproject.toml" ]; then
-    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
-    [ -f "$(dirname "$script")/pyproject.toml" ] || script=${SLURM_SUBMIT_DIR:-.}/launch.sh
+    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n '/^ *Command=/{s/^ *Command=\([^ ]*\).*/\1/p;q}') || script=""
+    { [ -n "$script" ] && [ -f "$(dirname "$script")/pyproject.toml" ]; } || script=${SLURM_SUBMIT_DIR:-.}/launch.sh
 fi
 here=$(cd "$(dirname "$script")" && pwd)
 script=$here/$(basename "$script")
@@ -183,7 +183,7 @@ check_slurm() {
     command -v srun >/dev/null && command -v scontrol >/dev/null || fail "SLURM_JOB_ID is set and there is no srun here: unset it, or add SLURM's commands to PATH."
     first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     node=$(scontrol show node "$first")
-    if grep -q 'Gres=gpu' <<<"$node" && [ -z "${SLURM_JOB_GPUS:-}${SLURM_GPUS_ON_NODE:-}${SLURM_STEP_GPUS:-}${SEGUE_DEVICE:-}" ]; then
+    if grep -q 'Gres=.*gpu' <<<"$node" && [ -z "${SEGUE_DEVICE:-}" ] && ! scontrol show job "$SLURM_JOB_ID" | grep -q 'gres[/:]gpu'; then
         fail "job $SLURM_JOB_ID asked for no GPUs, and its nodes have some: add --gpus-per-node=N to sbatch or salloc, or set SEGUE_DEVICE=cpu."
     fi
 }
@@ -198,7 +198,7 @@ under_slurm() {
     HEAD_ADDR=${HEAD_ADDR:-$first}
     HEAD_PORT=${HEAD_PORT:-$((29400 + SLURM_JOB_ID % 1000))}
     SEGUE_TOKEN=${SEGUE_TOKEN:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
-    local tasks=(srun --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=120 "$script" "$@")
+    local tasks=(srun --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --no-kill "$script" "$@")
     if [ -n "$dry" ]; then
         echo "${tasks[*]}"
         echo "  with HEAD_ADDR=$HEAD_ADDR HEAD_PORT=$HEAD_PORT NUM_NODES=$NUM_NODES SEGUE_TOKEN=..., NODE_RANK of each from SLURM_NODEID"

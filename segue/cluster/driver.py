@@ -54,6 +54,7 @@ class Driver:
         self._late: list[str] = []
         self._counts = Restarts(job.config.cluster.restarts)
         self._away: set[str] = set()
+        self._left: set[str] = set()
         self._placement: Placement | None = None
         self._interrupted = asyncio.Event()
 
@@ -267,12 +268,14 @@ class Driver:
             try:
                 return await self._within_start(f"The restart of {name}", self._bring_up(dead))
             except RunFailed as failure:
-                if not _worth_another(failure, dead):
+                lost = self._placement is not None and not self._placement.there(name)  # Ray may learn late that a host is gone
+                if not lost and not _worth_another(failure, dead):
                     raise
 
     def _leave_out(self, dead: RoleHandle) -> None:
         """Its host is gone and there is no other place for it. Raises `RunFailed` where it was the last of its role."""
-        others = [a for a in self._actors.values() if a.spec.role == dead.spec.role and a.name not in self._away]
+        self._left.add(dead.name)
+        others = [a for a in self._actors.values() if a.spec.role == dead.spec.role and a.name not in self._left]
         where = self._placement.describe(dead.name) if self._placement is not None else "its host"
         if not others:
             raise RunFailed(
@@ -284,32 +287,41 @@ class Driver:
         """Build, connect and start one role while the others run; then it belongs to the run."""
         await self._pid(actor)
         await self._build(actor)
-        others = [a for a in self._actors.values() if a.name != actor.name and a.name not in self._away]
-        for other in others:
+        known = {other.name: other for other in self._actors.values() if other.name != actor.name}
+        for other in known.values():  # also those that are away: what takes their place tells it
             await actor.remote("connect", other.name, other.handle)
         await actor.remote("start")
-        for other in others:
-            await other.remote("connect", actor.name, actor.handle)
-        self._actors[actor.name] = actor
+        self._actors[actor.name] = actor  # from here on, who is brought up meanwhile learns of it
+        for other in [other for other in self._actors.values() if other is not actor]:
+            if known.get(other.name) is not other:
+                await actor.remote("connect", other.name, other.handle)
+            if other.name not in self._away:
+                with contextlib.suppress(*(() if other.fatal else (Died,))):  # its own end tells
+                    await other.remote("connect", actor.name, actor.handle)
         self._away.discard(actor.name)
         self._watch(actor)
 
     async def _welcome(self) -> None:
-        """Rollout nodes on hosts that come while the run goes on."""
-        while self._placement is not None:
+        """Wait for hosts that come while the run goes on. Ends when some have: `_until_end` then sees what is done with them."""
+        assert self._placement is not None
+        while not (names := self._placement.newcomers()):  # noqa: ASYNC110 - Ray tells nobody
             await asyncio.sleep(NEWCOMERS_SECONDS)
-            nodes = [actor for actor in self._actors.values() if actor.spec.role == "rollout"]
-            for name in self._placement.newcomers(len(nodes)):
-                rank = int(name.rpartition("-")[2])
-                self._say(f"{name} starts on {self._placement.describe(name)}.")
-                actor = self._create("rollout", rank, nodes[0].spec.world, self._config.rollout.gpus)
-                self._away.add(name)
-                try:
-                    await self._within_start(f"The start of {name}", self._bring_up(actor))
-                except RunFailed as failure:
-                    if not _worth_another(failure, actor):
-                        raise
-                    self._restarts.add(asyncio.create_task(self._restart(actor)))
+        for work in (*map(self._take_in, names), self._welcome()):
+            self._restarts.add(asyncio.create_task(work))
+
+    async def _take_in(self, name: str) -> None:
+        """Start a rollout node on a host that came late. The run was whole without it, and goes on so where that fails."""
+        assert self._placement is not None
+        self._say(f"{name} starts on {self._placement.describe(name)}.")
+        self._away.add(name)
+        world = self._config.rollout.nodes
+        actor = self._create("rollout", int(name.rpartition("-")[2]), world, self._config.rollout.gpus)
+        try:
+            await self._within_start(f"The start of {name}", self._bring_up(actor))
+        except (RunFailed, UserError) as failure:
+            self._actors.pop(name, None)
+            actor.kill()
+            self._say(f"{name} stays away: {failure}")
 
     async def _watch_silence(self) -> None:
         """Raises when a role does not answer a ping: stopped or stuck, it would otherwise hang the run in silence."""
@@ -336,6 +348,8 @@ class Driver:
 
     def _end_silent(self, actor: RoleHandle) -> None:
         """A node or pool that is stuck or out of reach: its `run` will tell of no death, so this does."""
+        if self._actors.get(actor.name) is not actor or actor.name in self._away:
+            return  # another process has its place already
         for task in [task for task, other in self._ends.items() if other is actor]:
             del self._ends[task]
             task.cancel()

@@ -103,18 +103,14 @@ class Placement:
         log.info("%s moves from host %d to host %d", seat.name, seat.host, moved.host)
         return True
 
-    def release(self) -> None:
-        """Give back what was reserved."""
-        for group in self._groups.values():
-            remove_placement_group(group)
-        self._groups.clear()
+    def there(self, name: str) -> bool:
+        """Whether Ray believes that the role's host is there."""
+        return self._seats[name].host in self._nodes.alive()
 
-    def newcomers(self, nodes: int) -> list[str]:
-        """Names of rollout nodes for hosts that came after the start, as far as `rollout.max_nodes` allows; they have seats now.
-
-        `nodes` is how many rollout nodes there are.
-        """
+    def newcomers(self) -> list[str]:
+        """Names of rollout nodes for hosts that came late, as far as `rollout.max_nodes` allows; they have seats now."""
         names: list[str] = []
+        nodes = sum(seat.role == "rollout" for seat in self._seats.values())
         for rank, node in sorted(self._nodes.alive().items()):
             if rank in self._hosts:
                 continue

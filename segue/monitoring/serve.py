@@ -47,11 +47,13 @@ def monitor(
     try:
         until_ready(process, port, log)
         write_atomic(address_file(run), f"http://{HOST}:{port}\n".encode())
-        say(f"Prometheus of {run.name}: http://{HOST}:{port} (Ctrl-C ends it; Grafana: docs/monitoring.md)")
-        process.wait()
-        raise RunFailed("prometheus", _ended(process, log))
+        try:
+            say(f"Prometheus of {run.name}: http://{HOST}:{port} (Ctrl-C ends it; Grafana: docs/monitoring.md)")
+            process.wait()
+            raise RunFailed("prometheus", _ended(process, log))
+        finally:
+            address_file(run).unlink(missing_ok=True)  # here only: it may be that of another Prometheus of this run
     finally:
-        address_file(run).unlink(missing_ok=True)
         stop(process)
 
 

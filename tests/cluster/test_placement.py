@@ -109,6 +109,6 @@ async def test_a_host_that_is_no_node_of_ray_is_named(there: list[Any], ray: str
 def test_newcomers_get_rollout_nodes_as_far_as_may_be(there: list[Any]) -> None:
     place = Placement(config(1.0, max_nodes=3), Plan([host(0), host(1)], SEATS, RAY))
     there.append([node(0), node(1), node(4, gpus=4)])
-    assert place.newcomers(1) == ["rollout-1", "rollout-2"]
+    assert place.newcomers() == ["rollout-1", "rollout-2"]
     assert place.address_of("rollout-1") == "10.0.0.4"
-    assert place.newcomers(3) == []
+    assert place.newcomers() == []

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0
 """From the command to its first step, with much else going on on two cores (idle: some 20 s)."""
 END_SECONDS = 60.0
-"""Issue 2: so long after a death the run goes on or has ended, with a word on what died."""
+"""So long after a death the run goes on or has ended, with a word on what died."""
 LONG = ("--set", "steps=100000", "--set", "eval.tasks=0", "--set", "checkpoint.every=1", "--set", "rollout.nodes=1")
 """Overrides of a run that goes on until something ends it."""
 STEP_LINE = r"^step +(\d+)/"

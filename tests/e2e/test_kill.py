@@ -1,6 +1,6 @@
 """SIGKILL of every part of a run: it goes on, or it ends within a minute, non-zero, with one sentence that names the part.
 
-Never a hang, never exit code 0 otherwise, and no process left behind (issue 2; F51, F60, F70).
+Never a hang, never exit code 0 otherwise, and no process left behind (F51, F60, F70).
 """
 
 from __future__ import annotations

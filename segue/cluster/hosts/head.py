@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
+
+import msgspec
 
 from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
 from segue.cluster.hosts.facts import differences
@@ -37,6 +40,7 @@ class _Member:
         self.facts = facts
         self.channel = channel
         self.checked: Checked | None = None
+        self.late = False
 
     def say(self, message: Check | Join | Refused | End) -> None:
         self.channel.send(HeadSays(message))
@@ -176,7 +180,10 @@ class Head:
         finally:
             expiry.cancel()
         channel: _Channel = Channel(connection, MemberSays, HeadSays, "member")
-        said = channel.inbox.get(timeout=CHECK_SECONDS)
+        try:
+            said = channel.inbox.get(timeout=CHECK_SECONDS)
+        except queue.Empty:
+            said = None
         if said is None or not isinstance(said.message, Hello):
             self._strangers.append(channel.why or "one that does not say who it is")
             channel.close()
@@ -204,10 +211,10 @@ class Head:
                 member.say(Refused(self._refusal))
             self._changed.notify_all()
         if join is not None:
+            assert check is not None
             self._say(f"host {facts.rank} ({facts.name}) has come")
-            if check is not None:
-                member.say(check)
-            member.say(join)
+            member.late = True  # what only the start's check needed is gone; it may join when it has seen the rest
+            member.say(msgspec.structs.replace(check, files={path: words for path, words in check.files.items() if not words}))
         return ""
 
     def _serve(self, member: _Member) -> None:
@@ -217,7 +224,11 @@ class Head:
                 case Checked() as checked:
                     with self._changed:
                         member.checked = checked
+                        check, join = self._check, self._join
                         self._changed.notify_all()
+                    if member.late and check is not None and join is not None:
+                        sentence = unfit(who.capitalize(), check, checked, 1)
+                        member.say(Refused(sentence) if sentence else join)
                 case Left(why, for_good):
                     self._say(f"{who} {'leaves' if for_good else 'lost its Ray and joins again'}: {why}")
                 case _:

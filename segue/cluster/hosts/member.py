@@ -174,6 +174,7 @@ class _Member:
         shutil.rmtree(self._scratch / f"ray-{self._starts - 1}", ignore_errors=True)
         command = ray_start(join, self._rank, self._address, folder, facts_here(self._rank, self._address).gpus)
         environment = os.environ | join.environment | {"TMPDIR": str(self._scratch)}
+        environment.setdefault("RAY_worker_maximum_startup_concurrency", str(os.cpu_count() or 1))  # as on host 0
         for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
             environment.pop(name, None)
         with open(Path(join.logs) / f"host-{self._rank}.log", "ab") as log:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +44,12 @@ def token_of(environment: Mapping[str, str], file: Path = TOKEN_FILE) -> str:
     path = file.expanduser()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            pass
-        else:
-            with os.fdopen(handle, "w") as made:
+        if not path.exists():
+            with tempfile.NamedTemporaryFile("w", dir=path.parent) as made:  # for its owner alone; it appears whole
                 made.write(secrets.token_hex(32))
+                made.flush()
+                with contextlib.suppress(FileExistsError):
+                    os.link(made.name, path)
         token = path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise UserError(f"{path} cannot be used ({error.strerror}): set SEGUE_TOKEN to the same words on all hosts.") from None
