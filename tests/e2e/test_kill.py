@@ -131,6 +131,7 @@ def test_a_stopped_role_is_named_for_its_silence(smoke: Path, tmp_path: Path) ->
         command.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_a_stopped_rollout_node_is_replaced(smoke: Path, tmp_path: Path) -> None:
     """What it held is leased anew once its leases run out, before or after its replacement runs."""
     run, steps = tmp_path / "run", 8
