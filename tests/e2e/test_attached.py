@@ -187,6 +187,7 @@ def test_roles_that_do_not_fit_are_said_before_anything_starts(there: RayThere, 
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_a_run_leaves_the_ray_as_it_was(there: RayThere, tmp_path: Path) -> None:
     run = tmp_path / "run"
     apart = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[1]}"

@@ -78,6 +78,7 @@ def test_a_rollout_node_is_replaced_and_its_episodes_go_on(smoke: Path, tmp_path
     assert summary_of(run)["episodes"]["failed"] == {}
 
 
+@pytest.mark.full
 def test_a_rollout_node_that_dies_again_and_again_is_named(smoke: Path, tmp_path: Path) -> None:
     with running(smoke, tmp_path / "run", "--set", "cluster.restarts=0") as command:
         kill(command.role_pid("rollout-0"))

@@ -124,7 +124,8 @@ def test_states_fill_the_time(seen: Seen) -> None:
         scraped = dict(_stamps(seen, series["metric"]))
         points = [(scraped[moment], float(value)) for moment, value in series["values"] if moment in scraped]
         (first, low), (last, high) = points[0], points[-1]
-        assert abs((high - low) - (last - first)) <= 0.01 * (last - first) + 0.1, series["metric"]
+        late = 0.5  # a target may answer so long after Prometheus noted the time
+        assert abs((high - low) - (last - first)) <= 0.01 * (last - first) + late, series["metric"]
         compared += 1
     assert compared == sum(not name.startswith("envpool") for name in seen.texts)
 

@@ -116,7 +116,8 @@ def test_every_role_accounts_for_the_whole_time(made: Smoke) -> None:
     assert set(summary["roles"]) == {"scheduler", "rollout", "envpool", "learner", "weightsync"}
     for role, figures in summary["roles"].items():
         elapsed = sum(figures["states"].values())
-        assert elapsed >= many.get(role, 1) * summary["wall_seconds"] * 0.99, role
+        asked = 0.5  # roles are asked at the end one after another, on a busy machine
+        assert elapsed >= many.get(role, 1) * (summary["wall_seconds"] * 0.99 - asked), role
         assert 0.0 < figures["busy_ratio"] <= 1.0
 
 
