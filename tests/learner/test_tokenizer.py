@@ -72,11 +72,11 @@ def test_words_digits_marks_and_spaces(text: str, expected: list[str]) -> None:
 @given(st.lists(st.sampled_from([*WORDS, *"0123456789+-*/.,:;?<>()=", " ", "  ", "\n"]), max_size=30), st.randoms())
 @settings(max_examples=300, deadline=None)
 def test_any_text_in_known_words_comes_back(parts: list[str], rng: random.Random) -> None:
-    """Words are kept apart, else two of them would be an unknown third, and from what would make a marker of them; all else may touch."""
+    """Words are kept apart, else two would be an unknown third, and from what would make markers of them; all else may touch."""
     text = ""
     for part in parts:
         glued = text and (text[-1].isalnum() and part[0].isalnum()) and not (text[-1].isdigit() and part[0].isdigit())
-        marker = text.endswith(("<", "</")) and part[0].isalpha()
+        marker = text.endswith(("<", "</")) and part[0].isalnum()
         text += (" " if glued or marker else "") + part
     assert UNKNOWN not in pieces(text)
     assert small().decode(encode(small(), text)) == text
