@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 import threading
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
+from segue.metrics.scrape import get, targets
 from segue.rundir import RunDir
 
 POLL_SECONDS = 0.5
 """How often the family is looked at: what a process uses between the last look and its end is not seen."""
-SCRAPE_SECONDS = 5.0
 OTHER_RAY = "Ray, other processes"
 SUPERVISOR, DRIVER, PREPARATION = "supervisor", "driver", "preparation"
 
@@ -80,13 +79,10 @@ class CpuWatch:
 
     def name_targets(self, run: Path) -> None:
         """Ask the run's targets which process each of them is in."""
-        for file in sorted(RunDir.open(run).targets.glob("*.json")):
-            for entry in json.loads(file.read_text(encoding="utf-8")):
-                for address in entry["targets"]:
-                    with urllib.request.urlopen(f"http://{address}/health", timeout=SCRAPE_SECONDS) as answer:
-                        body = json.loads(answer.read())
-                    if body["role"] != "weightsync":  # it is in another role's process
-                        self._name(int(body["pid"]), f"{body['role']}-{body['rank']}")
+        for target in targets(RunDir.open(run)):
+            body = json.loads(get(f"http://{target.address}/health"))
+            if body["role"] != "weightsync":  # it is in another role's process
+                self._name(int(body["pid"]), f"{body['role']}-{body['rank']}")
 
     def _name(self, pid: int, name: str) -> None:
         with self._lock:

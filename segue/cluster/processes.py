@@ -31,7 +31,7 @@ def adopt_orphans(yes: bool = True) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process, which has no children of its own, as soon as `parent` ends; at once if it has already."""
+    """SIGKILL for this process as soon as `parent` ends, or has ended. Its children must end with it by themselves."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
