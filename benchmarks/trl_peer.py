@@ -2,7 +2,7 @@
 
     python -m benchmarks.trl_peer [--json FILE] [--repeats 3] [--steps segue=24 trl=12] [--means 0 0.3] [--threads N] …
 
-Both train the model of configs/latency.toml on its suite, from the same weights, with the same batch, group size, lengths,
+Both train the model of configs/peers.toml on the suite `latency`, from the same weights, with the same batch, group size, lengths,
 learning rate and loss, on the same cores of one machine, in turns (Segue, TRL, Segue, …); a pair shares its seed, and with it
 tasks and latencies. Segue runs as a user starts it, its processes on Ray; TRL in a process of its own (`benchmarks.trl_worker`),
 whose torch uses `--threads`: measure with one and with all cores, and believe the smaller ratio. docs/benchmarks.md says what
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import children, result
-from benchmarks.async_vs_sync import CONFIG, rate, setup, spread
+from benchmarks.async_vs_sync import rate, setup, spread
 from benchmarks.figures import Window
 from benchmarks.trl_worker import STEPS_FILE
 from benchmarks.watched import train
@@ -42,6 +42,7 @@ WARM = 2
 """Steps of TRL that do not count: the first ones allocate."""
 CLAIMS = {"with_latency": 3.0, "without_latency": 1.0}
 RUN_SECONDS = 900.0
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "peers.toml"
 
 
 def check_installed() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import trl_peer
-from benchmarks.async_vs_sync import CONFIG
 from benchmarks.figures import Window
+from benchmarks.trl_peer import CONFIG
 from benchmarks.trl_worker import options
 from segue.cluster.prepare import find_model
 from segue.config import load_config, to_toml
@@ -62,7 +62,7 @@ def test_a_missing_trl_is_one_sentence_and_exit_code_2(
 def test_both_have_the_same_settings(tmp_path: Path) -> None:
     config = load_config(CONFIG)
     told = options(config, str(tmp_path), 5, [3])
-    assert told["per_device_train_batch_size"] == config.batch.groups * config.group.size == 32
+    assert told["per_device_train_batch_size"] == config.batch.groups * config.group.size == 64
     assert told["num_generations"] == config.group.size and told["learning_rate"] == config.learner.lr
     assert told["max_completion_length"] == config.rollout.max_turn_tokens and told["loss_type"] == "grpo"
     assert (told["epsilon"], told["epsilon_high"]) == (config.learner.clip_low, config.learner.clip_high)
