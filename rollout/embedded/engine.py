@@ -55,6 +55,7 @@ class EmbeddedEngine:
         device: str,
         compute: Compute,
         tokenizer: Any = None,
+        idle_slots: int = 0,
         decode_cost: float = 0.0,
         prefill_cost_per_token: float = 0.0,
         chunk_tokens: int = 16,
@@ -65,6 +66,7 @@ class EmbeddedEngine:
     ) -> None:
         """
         slots            sequences decoded at once; each holds the KV of one episode of up to `max_tokens` tokens
+        idle_slots       as many more episodes keep their KV while they wait
         dtype, device    torch's names ("float32", "cuda:0")
         compute          where blocking work runs; it stays its owner's to close
         tokenizer        for stop strings; None: the one in the model folder, if there is one
@@ -76,7 +78,7 @@ class EmbeddedEngine:
         step_seconds     the engine declares itself dead when one compute call takes longer than this
         """
         self._path = model_path
-        self._slots, self._max_tokens, self._dtype, self._device = slots, max_tokens, dtype, device
+        self._max_tokens, self._dtype, self._device = max_tokens, dtype, device
         self._compute = compute
         self._watched = WatchedCompute(compute, step_seconds, self._late)
         self._tokenizer = tokenizer
@@ -86,7 +88,7 @@ class EmbeddedEngine:
 
         self._runner: Runner | None = None
         self._stops: StopStrings | None = None
-        self._policy = SlotPolicy(slots, keep_steps)
+        self._policy = SlotPolicy(slots, idle_slots, keep_steps)
         self._open: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._batch: DecodeBatch | None = None  # None: who decodes has changed
@@ -124,7 +126,7 @@ class EmbeddedEngine:
         assert self._server is None, "started twice"
 
         def opened() -> tuple[Runner, StopStrings | None]:
-            runner = open_runner(self._path, self._slots, self._max_tokens, self._dtype, self._device)
+            runner = open_runner(self._path, len(self._policy.slots), self._max_tokens, self._dtype, self._device)
             tokenizer = self._tokenizer if self._tokenizer is not None else open_tokenizer(self._path)
             return runner, None if tokenizer is None else StopStrings(tokenizer, runner.vocabulary)
 

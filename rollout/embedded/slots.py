@@ -6,8 +6,10 @@ needs the slot). KV is tagged with the weight version it was computed under: its
 - its own episode's KV if that is of the sequence's lineage: then it goes on with it, also when newer weights are loaded (`keep`);
 - anybody's KV of the version now loaded, if that is its lineage too: the common prefix is copied from row to row.
 
+At most `at_once` sequences run. There may be more slots than that: then as many more episodes keep their KV while they wait.
+
 A request that finds no free slot may take an idle one (eviction), or that of a running sequence with a higher priority number
-(preemption). But an episode whose environment answers at once would be evicted by a newcomer, only to come back and evict that
+(preemption; where there are slots enough, the other one only stops, and its KV stays). But an episode whose environment answers at once would be evicted by a newcomer, only to come back and evict that
 one: each turn would cost two contexts. So an idle slot is kept, against requests of no older group, for as many decode steps as
 recomputing its KV would cost: at worst that doubles the cost of a wrong guess (the ski-rental bound). If nothing else can run,
 nothing is kept.
@@ -37,7 +39,7 @@ MAX_HOLES = 8
 class Slot:
     """One row of the cache. While a sequence runs in it `tokens` is the sequence's own list and all but its last token have KV;
     else the first `kv` of `tokens` have. `parked` numbers the times a sequence ended, `keep_until` is in decode steps.
-    `worthless`: no coming request is expected to be of the KV's lineage.
+    `worthless`: no coming request is expected to be of the KV's lineage. `preempted`: its sequence was stopped for another.
     """
 
     row: int
@@ -49,6 +51,7 @@ class Slot:
     parked: int = 0
     keep_until: float = 0.0
     worthless: bool = False
+    preempted: bool = False
     sequence: Sequence | None = None
 
     @property
@@ -57,7 +60,8 @@ class Slot:
         return len(self.tokens) - 1 if self.sequence is not None else self.kv
 
     def clear(self) -> None:
-        self.episode, self.tokens, self.kv, self.version, self.worthless, self.sequence = None, [], 0, NO_VERSION, False, None
+        self.episode, self.tokens, self.kv, self.version, self.sequence = None, [], 0, NO_VERSION, None
+        self.worthless = self.preempted = False
 
 
 @dataclass(slots=True, eq=False)
@@ -103,10 +107,12 @@ def common_prefix(a: list[int], b: list[int], limit: int) -> int:
 class SlotPolicy:
     """The slots of one engine and the rules of this module."""
 
-    def __init__(self, slots: int, keep_steps: float = KEEP_STEPS) -> None:
-        self.slots = [Slot(row) for row in range(slots)]  # slots[i].row == i at all times
+    def __init__(self, at_once: int, idle: int = 0, keep_steps: float = KEEP_STEPS) -> None:
+        """`at_once` sequences decode together; `idle` more slots hold KV alone."""
+        self.slots = [Slot(row) for row in range(at_once + idle)]  # slots[i].row == i at all times
         self.preemptions = 0
         self.evictions = 0
+        self._at_once = at_once
         self._keep_steps = keep_steps
         self._parked = 0
         self._step = 0
@@ -122,13 +128,18 @@ class SlotPolicy:
 
     def can_place(self, waiting: list[Sequence]) -> bool:
         """Would `admit` find a slot for one of them?"""
-        idle = [s for s in self.slots if s.sequence is None]
-        running = len(idle) < len(self.slots)
-        if any(self._free(s, running) for s in idle):
+        idle, running = self._idle(), self.running()
+        if len(running) >= self._at_once:
+            highest = max(s.priority for s in running)
+            return any(s.request.priority < highest for s in waiting)
+        if any(self._free(s, bool(running)) for s in idle):
             return bool(waiting)
         own = {s.episode for s in idle}
         highest = max(s.priority for s in self.slots)
         return any(s.request.episode in own or s.request.priority < highest for s in waiting)
+
+    def _idle(self) -> list[Slot]:
+        return [s for s in self.slots if s.sequence is None]
 
     def admit(self, waiting: list[Sequence], version: int) -> Plan:
         """Give slots to as many of `waiting` as can have one, the first in order first. `version` is the one now loaded."""
@@ -136,7 +147,7 @@ class SlotPolicy:
         by_slot: dict[int, Placement] = {}  # row → what this plan puts there
         wanted = {sequence.request.episode for sequence in waiting}
         for sequence in sorted(waiting, key=lambda s: s.order):
-            slot = self._choose(sequence, wanted)
+            slot = self._choose(sequence, wanted, plan)
             if slot is None:
                 continue  # whoever comes later can displace no more than this one, but may have a slot of its own
             placement = self._place(sequence, slot, version, by_slot, plan)
@@ -144,20 +155,41 @@ class SlotPolicy:
             plan.placements.append(placement)
         return plan
 
-    def _choose(self, sequence: Sequence, wanted: set[int]) -> Slot | None:
-        """The slot it gets: its own, an empty one, the idle one least worth keeping, or one with a higher number's sequence."""
+    def _choose(self, sequence: Sequence, wanted: set[int], plan: Plan) -> Slot | None:
+        """The slot it gets: its own, an empty one, or the idle one least worth keeping. Where as many run as may, or no slot is
+        free, one that runs with a higher number is stopped first."""
         priority = sequence.request.priority
-        idle = [s for s in self.slots if s.sequence is None]
+        running = self.running()
+        if len(running) >= self._at_once:
+            return self._pick(sequence, wanted) if self._stop_last(running, priority, plan) else None
+        slot = self._pick(sequence, wanted)
+        if slot is None and self._stop_last(running, priority, plan):
+            slot = self._pick(sequence, wanted)
+        return slot
+
+    def _pick(self, sequence: Sequence, wanted: set[int]) -> Slot | None:
+        """One that is idle."""
+        priority, idle = sequence.request.priority, self._idle()
         own = [s for s in idle if s.episode == sequence.request.episode]
         if own:
             return max(own, key=lambda s: s.parked)
         running = len(idle) < len(self.slots)
         free = [s for s in idle if s.priority > priority or self._free(s, running)]
-        if free:
-            return min(free, key=lambda s: (s.episode is not None, not s.worthless, s.episode in wanted, -s.priority, s.parked))
-        last = max((s for s in self.slots if s.sequence is not None), key=lambda s: s.sequence.order if s.sequence else (0, 0))
-        assert last.sequence is not None
-        return last if last.sequence.request.priority > priority else None
+        if not free:
+            return None
+        return min(free, key=lambda s: (s.episode is not None, not s.worthless, s.episode in wanted, -s.priority, s.parked))
+
+    def _stop_last(self, running: list[Slot], priority: int, plan: Plan) -> bool:
+        """Stop the running sequence that is last in order, if its number is above `priority`. Its KV stays where it is."""
+        slot = max(running, key=lambda s: s.sequence.order if s.sequence else (0, 0))
+        assert slot.sequence is not None
+        if slot.sequence.request.priority <= priority:
+            return False
+        self.preemptions += 1
+        plan.displaced.append(slot.sequence)
+        slot.preempted = True
+        self._rest(slot)
+        return True
 
     def _place(self, sequence: Sequence, slot: Slot, version: int, by_slot: dict[int, Placement], plan: Plan) -> Placement:
         request = sequence.request
@@ -176,7 +208,7 @@ class SlotPolicy:
             if shared is not None and shared[0] >= cached + MIN_SHARED:
                 cached, source, wave = shared
         kept = sequence.lineage if cached else version
-        self._take(sequence, slot, kept, plan)
+        self._take(sequence, slot, kept)
         sequence.admitted(Admission(context=limit, cached=cached, prefilled=limit - cached, lost=cause), kept)
         return Placement(sequence, slot, source, cached, wave)
 
@@ -194,19 +226,15 @@ class SlotPolicy:
                 best = length, slot.row, wave
         return best
 
-    def _take(self, sequence: Sequence, slot: Slot, version: int, plan: Plan) -> None:
-        """Put the sequence into the slot; remember what that costs whoever was there."""
-        if slot.sequence is not None:
-            displaced = slot.sequence
-            displaced.slot = None
-            self.preemptions += 1
-            self._lost[displaced.request.episode] = ("preemption", slot.version)
-            plan.displaced.append(displaced)
-        elif slot.episode is not None and slot.episode != sequence.request.episode:
-            self._lost[slot.episode] = ("weight_update" if slot.worthless else "eviction", slot.version)
-            self.evictions += not slot.worthless
+    def _take(self, sequence: Sequence, slot: Slot, version: int) -> None:
+        """Put the sequence into the slot; remember what that costs whose KV was there."""
+        if slot.episode is not None and slot.episode != sequence.request.episode:
+            why = "weight_update" if slot.worthless else "preemption" if slot.preempted else "eviction"
+            self._lost[slot.episode] = (why, slot.version)
+            self.evictions += why == "eviction"
         slot.episode, slot.priority = sequence.request.episode, sequence.request.priority
-        slot.tokens, slot.version, slot.worthless, slot.sequence = sequence.tokens, version, False, sequence
+        slot.tokens, slot.version, slot.sequence = sequence.tokens, version, sequence
+        slot.worthless = slot.preempted = False
         sequence.slot = slot
 
     def park(self, sequence: Sequence) -> None:
@@ -217,10 +245,15 @@ class SlotPolicy:
         if sequence.forgotten:
             self.drop(sequence)
             return
+        self._rest(slot)
+
+    def _rest(self, slot: Slot) -> None:
+        """Its sequence runs no longer; the KV stays."""
+        assert slot.sequence is not None
         self._parked += 1
+        slot.sequence.slot = None
         slot.kv, slot.parked, slot.sequence = slot.stored, self._parked, None
         slot.keep_until = self._step + self._keep_steps * slot.kv
-        sequence.slot = None
 
     def drop(self, sequence: Sequence) -> None:
         """The sequence ended and its KV goes."""

@@ -292,6 +292,7 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
         device=device,
         compute=compute,
         tokenizer=tokenizer,
+        idle_slots=rollout.idle_slots,
         decode_cost=config.serial.decode_seconds,
         prefill_cost_per_token=config.serial.prefill_seconds_per_token,
     )

@@ -324,6 +324,11 @@ def _check(config: Config, where: str) -> None:
             f"sets rollout.engine_args with rollout.engine = '{rollout.engine}', which takes none: leave them out, or set "
             "rollout.engine = 'vllm'."
         )
+    if rollout.engine == "vllm" and rollout.idle_slots:
+        refuse(
+            f"sets rollout.idle_slots = {rollout.idle_slots} with rollout.engine = 'vllm', whose cache has no slots: leave it out, or "
+            "set rollout.engine_args.kv_cache_memory_bytes."
+        )
     if rollout.engine == "vllm" and rollout.temperature < 0.01:
         refuse(f"sets rollout.temperature = {rollout.temperature:g}, and vLLM takes any below 0.01 for 0.01: raise it.")
     if rollout.engine == "vllm" and 0.0 < config.eval.temperature < 0.01:

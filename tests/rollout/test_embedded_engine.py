@@ -87,16 +87,16 @@ PAUSES = st.lists(st.tuples(st.integers(0, 12), st.sampled_from(PauseMode), st.b
 
 
 @settings(max_examples=10, deadline=None)
-@given(requests=REQUESTS, pauses=PAUSES, slots=st.integers(1, 3), chunk=st.integers(1, 5))
+@given(requests=REQUESTS, pauses=PAUSES, slots=st.integers(1, 3), idle_slots=st.sampled_from([0, 0, 2]), chunk=st.integers(1, 5))
 def test_however_often_it_is_interrupted_the_result_is_the_same(
-    folder: str, requests: list[Any], pauses: list[Any], slots: int, chunk: int
+    folder: str, requests: list[Any], pauses: list[Any], slots: int, idle_slots: int, chunk: int
 ) -> None:
     """Pauses of both kinds at any step, more requests than slots, displacement by priority: tokens equal those of each request
     alone and uninterrupted, and everything recorded about them is theirs. Loading equal weights under a new version may move
     versions only."""
 
     async def scene() -> tuple[list[Got], list[Got], EngineCounts]:
-        engine = await started(folder, slots=slots, chunk_tokens=chunk)
+        engine = await started(folder, slots=slots, idle_slots=idle_slots, chunk_tokens=chunk)
         alone = [
             await run(engine, ask(prompt(i, n), max_tokens=m, temperature=t, seed=i, stop_tokens=(s,)))
             for i, (n, m, t, _, s) in enumerate(requests)

@@ -213,6 +213,33 @@ def test_an_older_group_displaces_the_youngest_and_it_comes_back_with_what_it_ha
     assert last_admission(younger) == Admission(context=20, cached=0, prefilled=20, lost="preemption")
 
 
+def test_idle_slots_keep_the_kv_of_more_episodes_than_run_at_once() -> None:
+    policy = SlotPolicy(1, idle=2)
+    for episode in (1, 2, 3):
+        s = sequence([episode, *A], episode=episode)
+        policy.admit([s], 0)
+        policy.park(s)
+    second, first = (sequence([episode, *A, 9], episode=episode) for episode in (2, 1))
+    assert [p.sequence for p in policy.admit([second, first], 0).placements] == [second], "one runs at once"
+    assert not policy.can_place([first]), "though its slot is idle"
+    assert last_admission(second) == Admission(context=21, cached=20, prefilled=1)
+    policy.park(second)
+    policy.admit([first], 0)
+    assert last_admission(first) == Admission(context=21, cached=20, prefilled=1) and policy.evictions == 0
+
+
+def test_where_slots_are_enough_a_preempted_sequence_goes_on_with_its_kv() -> None:
+    policy = SlotPolicy(1, idle=1)
+    younger, older = sequence(A, priority=2, episode=7), sequence(B, priority=1, episode=8)
+    policy.admit([younger], 0)
+    decode(younger, 5)
+    younger.flush()
+    assert policy.admit([older], 0).displaced == [younger] and policy.preemptions == 1
+    policy.park(older)
+    policy.admit([younger], 0)
+    assert last_admission(younger) == Admission(context=20, cached=20, prefilled=0)
+
+
 def test_equal_numbers_never_displace_each_other() -> None:
     policy = SlotPolicy(1)
     policy.admit([sequence(A, priority=3)], 0)
@@ -242,10 +269,10 @@ class Rows(RuleBasedStateMachine):
     itself or under the version now loaded.
     """
 
-    @initialize(slots=st.integers(1, 5))
-    def begin(self, slots: int) -> None:
-        self.policy = SlotPolicy(slots)
-        self.rows: list[dict[int, tuple[int, int]]] = [{} for _ in range(slots)]
+    @initialize(slots=st.integers(1, 5), idle=st.sampled_from([0, 0, 1, 3]))
+    def begin(self, slots: int, idle: int) -> None:
+        self.policy, self.at_once = SlotPolicy(slots, idle), slots
+        self.rows: list[dict[int, tuple[int, int]]] = [{} for _ in range(slots + idle)]
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.version = 0
@@ -346,6 +373,7 @@ class Rows(RuleBasedStateMachine):
         assert [s.row for s in self.policy.slots] == list(range(len(self.rows)))
         assert {id(s.sequence) for s in self.policy.slots if s.sequence is not None} == {id(s) for s in self.running}
         assert self.policy.preemptions == self.preempted
+        assert len(self.running) <= self.at_once
         for s in self.running:
             assert s.slot is not None and s.slot.sequence is s
             self._check(s)

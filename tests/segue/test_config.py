@@ -76,6 +76,7 @@ def sentence(*overrides: str) -> str:
         (["eval.temperature=1e-4"], ["eval.temperature = 0.0001", "use 0 (greedy) or at least 0.001"]),
         (["rollout.engine=vlm"], ["rollout.engine = 'vlm'", "embedded or vllm, or one of your own as module:name"]),
         (["rollout.engine_args.block_size=32"], ["rollout.engine_args", "'embedded'", "set rollout.engine = 'vllm'"]),
+        (["rollout.engine=vllm", "rollout.idle_slots=4"], ["rollout.idle_slots = 4", "leave it out"]),
         (["rollout.engine=vllm", "rollout.temperature=0.005"], ["rollout.temperature = 0.005", "raise it"]),
         (["rollout.engine=vllm", "eval.temperature=0.005"], ["eval.temperature = 0.005", "use 0 or raise it"]),
         (
