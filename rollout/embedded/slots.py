@@ -9,10 +9,10 @@ needs the slot). KV is tagged with the weight version it was computed under: its
 At most `at_once` sequences run. There may be more slots than that: then as many more episodes keep their KV while they wait.
 
 A request that finds no free slot may take an idle one (eviction), or that of a running sequence with a higher priority number
-(preemption; where there are slots enough, the other one only stops, and its KV stays). But an episode whose environment answers at once would be evicted by a newcomer, only to come back and evict that
-one: each turn would cost two contexts. So an idle slot is kept, against requests of no older group, for as many decode steps as
-recomputing its KV would cost: at worst that doubles the cost of a wrong guess (the ski-rental bound). If nothing else can run,
-nothing is kept.
+(preemption; where there are slots enough, the other one only stops, and its KV stays). But an episode whose environment answers
+at once would be evicted by a newcomer, only to come back and evict that one: each turn would cost two contexts. So an idle slot
+is kept, against requests of no older group, for as many decode steps as recomputing its KV would cost: at worst that doubles the
+cost of a wrong guess (the ski-rental bound). If nothing else can run, nothing is kept.
 
 Nothing else is ever read. What remains of `tokens[: len − 1]` is prefilled; the last token is always fed by decoding. This one
 rule covers first turns, later turns, forks, eviction, preemption and recomputation after an update.

@@ -326,8 +326,8 @@ def _check(config: Config, where: str) -> None:
         )
     if rollout.engine == "vllm" and rollout.idle_slots:
         refuse(
-            f"sets rollout.idle_slots = {rollout.idle_slots} with rollout.engine = 'vllm', whose cache has no slots: leave it out, or "
-            "set rollout.engine_args.kv_cache_memory_bytes."
+            f"sets rollout.idle_slots = {rollout.idle_slots} with rollout.engine = 'vllm', which has no slots: leave it out, "
+            "or set rollout.engine_args.kv_cache_memory_bytes."
         )
     if rollout.engine == "vllm" and rollout.temperature < 0.01:
         refuse(f"sets rollout.temperature = {rollout.temperature:g}, and vLLM takes any below 0.01 for 0.01: raise it.")
