@@ -32,7 +32,8 @@ class RolloutConfig(Section):
     """Sequences decoded at once."""
     idle_slots: int = Field(0, ge=0)
     """Of the embedded engine: as many more episodes keep their KV while they wait for an environment; each takes the memory of
-    `max_tokens` tokens. With 0, episodes beyond `slots` may have to be prefilled anew at each turn. vLLM keeps what its cache holds."""
+    `max_tokens` tokens. With 0, episodes beyond `slots` may have to be prefilled anew at each turn. vLLM keeps what its cache
+    holds."""
     max_episodes: int = Field(48, ge=1)
     """Episode loops per node, those waiting for an environment included."""
     threads: int = Field(1, ge=1)
