@@ -3,8 +3,8 @@
     python -m benchmarks.trl_peer [--json FILE] [--repeats 3] [--steps segue=24 trl=12] [--means 0 0.3] [--threads N] …
 
 Both train the model of configs/peers.toml on the suite `latency`, from the same weights, with the same batch, group size,
-lengths, learning rate and loss, on the same cores of one machine, in turns (Segue, TRL, Segue, …); a pair shares its seed, and with
-it tasks and latencies. Segue runs as a user starts it, its processes on Ray; TRL in a process of its own
+lengths, learning rate and loss, on the same cores of one machine, in turns (Segue, TRL, Segue, …); a pair shares its seed, and
+with it tasks and latencies. Segue runs as a user starts it, its processes on Ray; TRL in a process of its own
 (`benchmarks.trl_worker`), whose torch uses `--threads`: measure with one and with all cores, and believe the smaller ratio.
 docs/benchmarks.md says what could not be made the same.
 
