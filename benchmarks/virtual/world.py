@@ -125,6 +125,7 @@ class VirtualCluster:
             await self._start()
             return await self._course()
         finally:
+            gc.unfreeze()
             for name in sorted(self.roles, key=lambda name: name.startswith(("scheduler", "envpool"))):
                 await self.roles[name].stop()
 
@@ -216,6 +217,7 @@ class VirtualCluster:
         follow = asyncio.create_task(self._follow(scheduler))
         try:
             await ask(scheduler, OPEN_TRAINING, OpenTraining(self.world.config.steps), CALL_SECONDS)
+            gc.freeze()  # what has been built stays: nobody need look for cycles in it
             waiting: set[asyncio.Task[Any]] = {follow, *runs.values()}
             while not runs["learner-0"].done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
