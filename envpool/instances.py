@@ -87,8 +87,10 @@ class Instances:
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called at the latest."""
-        times = [t for t in (self._deadlines.next(), self.seats.next_deadline()) if t is not None]
-        return min(times) if times else None
+        mine, theirs = self._deadlines.next(), self.seats.next_deadline()
+        if mine is None or theirs is None:
+            return theirs if mine is None else mine
+        return min(mine, theirs)
 
     # --- what nodes want --------------------------------------------------------------------------------------------
 

@@ -61,7 +61,6 @@ class Outbox:
         self._pending.append(reply)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
-            self._task.add_done_callback(self._ended)
 
     def close(self) -> None:
         """Drop everything."""
@@ -77,12 +76,10 @@ class Outbox:
                     await asyncio.sleep(wait)
                 self._sent = now()
                 await self._hand_over(EnvDeliver(self._pool, self.session, self._batch()))
-        finally:
-            self._task = None  # here, not in the callback: a reply put in between would wait for ever
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        except Exception as error:
             self._failed(error)
+        finally:
+            self._task = None
 
     def _batch(self) -> list[EnvReply]:
         batch: list[EnvReply] = []

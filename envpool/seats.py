@@ -81,6 +81,8 @@ class Seats:
     def pump(self, now: float) -> list[Spawn]:
         """Start what may be started."""
         commands: list[Spawn] = []
+        if not self._waiting:
+            return commands
         while self._respawned and self._respawned[0] <= now - MINUTE:
             self._respawned.popleft()
         self._deadlines.clear(_THROTTLE)

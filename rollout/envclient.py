@@ -149,7 +149,7 @@ class EnvClient:
         channel = self._where.get((request.episode, request.attempt))
         if channel is None:  # its pool was lost between two turns
             future: asyncio.Future[Stepped] = asyncio.get_running_loop().create_future()
-            future.set_exception(EnvCallFailed(FailureClass.INFRA, "pool_lost", "its env pool was lost"))
+            _set(future, EnvCallFailed(FailureClass.INFRA, "pool_lost", "its env pool was lost"))
             return future
         return self._call(channel, request, request.step, 2 * self._config.step_seconds + MARGIN_SECONDS)
 
@@ -198,7 +198,6 @@ class EnvClient:
         key = (request.episode, request.attempt, step)
         assert key not in self._waiting, f"{key} is already awaited"
         future: asyncio.Future[Any] = loop.create_future()
-        future.add_done_callback(_look)
         self._waiting[key] = _Waiter(channel, future, loop.call_later(seconds, self._expire, key, seconds))
         self._send(channel, request)
         return future
@@ -216,7 +215,7 @@ class EnvClient:
 
     def _fail(self, waiter: _Waiter, reason: str, detail: str) -> None:
         if not waiter.future.done():
-            waiter.future.set_exception(EnvCallFailed(FailureClass.INFRA, reason, detail))
+            _set(waiter.future, EnvCallFailed(FailureClass.INFRA, reason, detail))
 
     def _reply(self, pool: str, reply: EnvReply) -> None:
         step = RESET_STEP if isinstance(reply, Created) else reply.step
@@ -229,7 +228,7 @@ class EnvClient:
         if waiter.future.done():
             return
         if isinstance(reply, EnvFailed):
-            waiter.future.set_exception(EnvCallFailed(reply.failure, reply.reason, reply.detail))
+            _set(waiter.future, EnvCallFailed(reply.failure, reply.reason, reply.detail))
         else:
             waiter.future.set_result(reply)
 
@@ -310,7 +309,7 @@ class EnvClient:
                     self._fail(self._settle(key), "pool_refused", detail)
 
 
-def _look(future: asyncio.Future[Any]) -> None:
-    """An episode that was dropped no longer asks how its call went: that is no error worth a message."""
-    if not future.cancelled():
-        future.exception()
+def _set(future: asyncio.Future[Any], error: EnvCallFailed) -> None:
+    """Fail a call, and look at the failure: an episode that was dropped no longer does, which is no error worth a message."""
+    future.set_exception(error)
+    future.exception()

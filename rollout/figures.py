@@ -23,6 +23,8 @@ class Figures:
         self._pending = metrics.gauge("segue_queue_depth", queue="outbox")
         self._causes = {
             cause: (
+                f"prefill_{cause}",
+                f"seconds_{cause}",
                 metrics.counter("segue_prefill_tokens_total", cause=cause),
                 metrics.counter("segue_prefill_seconds_total", cause=cause),
             )
@@ -64,12 +66,12 @@ class Figures:
         for cause, tokens in ledger.prefilled.items():
             seconds = ledger.seconds[cause]
             known = self._reported_causes[cause]
+            name_of_tokens, name_of_seconds, by_tokens, by_seconds = self._causes[cause]
             if known != (tokens, seconds):
-                by_tokens, by_seconds = self._causes[cause]
                 by_tokens.add(tokens - known[0])
                 by_seconds.add(seconds - known[1])
                 self._reported_causes[cause] = tokens, seconds
-            figures[f"prefill_{cause}"], figures[f"seconds_{cause}"] = float(tokens), seconds
+            figures[name_of_tokens], figures[name_of_seconds] = float(tokens), seconds
         self._figures = figures | {
             "prefill_tokens": float(engine.prefill_tokens),
             "cached_tokens": float(ledger.cached),

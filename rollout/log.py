@@ -160,14 +160,16 @@ class EpisodeLog:
         log, record = body.log, body.record
         self._check_order(body)
         tokens = log.tokens.tolist()
-        where = log.mask.nonzero()[0]
-        fresh = log.sampled_by_version() if len(where) else []
-        if fresh:
-            if record is None:
+        fresh: list[tuple[int, int]] = []
+        if record is None:  # nobody samples what a record brings
+            where = log.mask.nonzero()[0]
+            if len(where):
+                fresh = log.sampled_by_version()
                 self.action.extend(tokens if len(where) == len(tokens) else log.tokens[where].tolist())
-            self.sampled += len(where)
-            self.computed = len(self.tokens) + int(where[-1])
-            self.by_version.update(dict(fresh))
+                self.sampled += len(where)
+                self.computed = len(self.tokens) + int(where[-1])
+                for version, count in fresh:
+                    self.by_version[version] += count
         self.tokens.extend(tokens)
         if body.action_complete:
             self.waiting = body.action
@@ -266,7 +268,9 @@ class Piece:
             versions = np.repeat([version for version, _ in chunk.spans], [run for _, run in chunk.spans])[:n]
         part = sampled(tokens, logprobs, versions, np.full(n, chunk.kv_version, dtype=np.int32), self._turn)
         try:
-            part.validate()
+            if chunk.kv_version < 0 or min(chunk.spans)[0] < 0:
+                raise ValueError("a sampled token has no weight version")
+            part.check_sampled()
         except ValueError as error:
             raise BadLog(f"the engine's output is not valid: {error}") from error
         self._parts.append(part)

@@ -58,6 +58,9 @@ class Acknowledged(msgspec.Struct, frozen=True):
     fenced: bool
 
 
+_NOTHING = Acknowledged([], [], [], False)
+
+
 class Outbox:
     """Events of one session. Times are seconds of one clock, handed in."""
 
@@ -180,6 +183,8 @@ class Outbox:
         self._acked_sent = self._flight_sent
         self._lease_seconds = reply.lease_seconds
         self._flush_after = reply.flush_after
+        if not (flight.events or reply.refused or reply.resend):  # it only renewed the leases
+            return _NOTHING
         refused = set(reply.refused)
         missing = {(episode, attempt) for episode, attempt, _ in reply.resend}
         records = [
@@ -254,6 +259,7 @@ class ExchangeLoop:
         self._orders_seen = orders_seen
         self._counts = counts
         self._settled = settled
+        self._seconds = metrics.histogram("segue_exchange_seconds")
         self._waiter: asyncio.Future[None] | None = None
         self._closing = False
 
@@ -314,7 +320,7 @@ class ExchangeLoop:
             self._metrics.add("segue_rpc_failures_total", reason="error")
             await asyncio.sleep(min(timeout, outbox.timeout / 3))
             return False
-        self._metrics.observe("segue_exchange_seconds", now() - began)
+        self._seconds.observe(now() - began)
         settled = outbox.replied(reply, now())
         if settled is None:
             self._metrics.add("segue_messages_refused_total", reason="unexpected")

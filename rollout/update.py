@@ -17,6 +17,7 @@ scores the manifest's probe, and must say what the learner said.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -192,7 +193,7 @@ class Updater:
     def _rank(self, order: BeginUpdate) -> int:
         """Of the first member that is this node's; others follow it."""
         members = order.transfer.members
-        if self._name in members:
+        with contextlib.suppress(ValueError):  # a list of a thousand is searched once
             return members.index(self._name) + 1
         nodes = [node_of(member) for member in members]
         if self._name not in nodes:

@@ -91,6 +91,8 @@ class CarryOut:
     def __call__(self, commands: Sequence[c.Command], now: float) -> list[Thunk]:
         """Carry out commands in their order."""
         after: list[Thunk] = []
+        if not commands:
+            return after
         todo = list(reversed(commands))
         while todo:
             command = todo.pop()

@@ -68,7 +68,7 @@ class Exchanges:
         link = self.link(exchange.node)
         async with link.lock:
             reply = await self._answer(link, exchange)
-            pause = link.replied_at + min(self.flush_after(), HOLD_SHARE * self._lease_seconds) - loop_now()
+            pause = link.replied_at + min(reply.flush_after, HOLD_SHARE * self._lease_seconds) - loop_now()
             if pause > 0:
                 await asyncio.sleep(pause)
             link.replied_at = loop_now()

@@ -95,14 +95,21 @@ class Report:
         self._exported: dict[tuple[str, ...], int] = {}
         self._dropped: dict[tuple[str, str], int] = {}
         self._failed: dict[str, int] = {}
+        gauge, env = metrics.gauge, config.task.env
+        self._states = {s: gauge("segue_episodes_state", state=s.value) for s in core.tables.episodes.counts}
+        self._in_flight = gauge("segue_episodes_in_flight", env=env)
+        self._depths = {name: gauge("segue_queue_depth", queue=name) for name in self.depths()}
+        self._capacity = gauge("segue_queue_capacity", queue="ready")
+        self._share = gauge("segue_reprefill_share_ratio")
+        self._bytes = {place: gauge("segue_queue_bytes", queue=place.value) for place in Place}
 
     def export(self) -> None:
         """Bring the metrics up to date: counters by what was added since the last time, gauges as they are."""
         metrics, core = self._metrics, self._core
         for key, value in self._tally.items():
-            known = COUNTERS.get(key[0])
             added = value - self._exported.get(key, 0)
-            if known is not None and added:
+            known = COUNTERS.get(key[0]) if added else None
+            if known is not None:
                 name, labels = known
                 metrics.add(name, added, **dict(zip(labels, key[1:], strict=True)))
                 self._exported[key] = value
@@ -122,16 +129,17 @@ class Report:
         self._gauges()
 
     def _gauges(self) -> None:
-        metrics, core, queue = self._metrics, self._core, self._queue
-        for state, count in core.tables.episodes.counts.items():
-            metrics.set("segue_episodes_state", count, state=state.value)
-        metrics.set("segue_episodes_in_flight", core.tables.episodes.counts[State.LEASED], env=self._config.task.env)
+        core = self._core
+        counts = core.tables.episodes.counts
+        for state, count in counts.items():
+            self._states[state].set(count)
+        self._in_flight.set(counts[State.LEASED])
         for name, depth in self.depths().items():
-            metrics.set("segue_queue_depth", depth, queue=name)
-        metrics.set("segue_queue_capacity", self._config.queue.groups, queue="ready")
-        metrics.set("segue_reprefill_share_ratio", core.updates.bill.share(now()))
-        for place in Place:
-            metrics.set("segue_queue_bytes", queue.bytes_by_place[place], queue=place.value)
+            self._depths[name].set(depth)
+        self._capacity.set(self._config.queue.groups)
+        self._share.set(core.updates.bill.share(now()))
+        for place, nbytes in self._queue.bytes_by_place.items():
+            self._bytes[place].set(nbytes)
 
     def depths(self) -> dict[str, int]:
         """Episodes waiting for a lease, finished groups waiting for a batch, batches not yet committed."""

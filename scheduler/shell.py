@@ -196,9 +196,10 @@ class SchedulerShell:
         async with self._commits:  # first come, first served: effects leave in the order of the decisions
             await self._journal.append([Record(now, method, body)])
             self.core.tables.tally.count("journal_records")
-            with self.clock.in_state("dispatch"):
-                for thunk in after:
-                    thunk()
+            if after:
+                with self.clock.in_state("dispatch"):
+                    for thunk in after:
+                        thunk()
         self._idle()
         if loop_now() >= self._exported_at + EXPORT_SECONDS:
             self._exported_at = loop_now()

@@ -175,7 +175,8 @@ class LogicalLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         ready = self._ready  # type: ignore[attr-defined]
         self._rounds += 1
-        if self._rounds % self._ROUNDS_BETWEEN_LOOKS == 0:
+        if self._rounds == self._ROUNDS_BETWEEN_LOOKS:
+            self._rounds = 0
             self._look_outside(0)
         while not ready and not self._stopping:  # type: ignore[attr-defined]
             if self._outside:
@@ -196,22 +197,23 @@ class LogicalLoop(asyncio.SelectorEventLoop):
     def _jump(self) -> None:
         """Move the clock to the next timer that is not cancelled, and make it ready."""
         while self._timers:
-            handle = self._pop()
-            if not handle.cancelled():
-                self._logical_now = max(self._logical_now, handle.when())
-                self._ready.append(handle)  # type: ignore[attr-defined]
-                return
+            when, _, handle = heapq.heappop(self._timers)
+            handle._scheduled = False  # type: ignore[attr-defined]
+            if handle._cancelled:
+                self._cancelled -= 1
+                continue
+            if when > self._logical_now:
+                self._logical_now = when
+            self._ready.append(handle)  # type: ignore[attr-defined]
+            return
         raise Deadlock("every task waits and no timer is armed")
 
     def _collect_due(self) -> None:
-        while self._timers and self._timers[0][0] <= self._logical_now:
-            handle = self._pop()
-            if not handle.cancelled():
+        timers, now = self._timers, self._logical_now
+        while timers and timers[0][0] <= now:
+            handle = heapq.heappop(timers)[2]
+            handle._scheduled = False  # type: ignore[attr-defined]
+            if handle._cancelled:
+                self._cancelled -= 1
+            else:
                 self._ready.append(handle)  # type: ignore[attr-defined]
-
-    def _pop(self) -> asyncio.TimerHandle:
-        handle = heapq.heappop(self._timers)[2]
-        handle._scheduled = False  # type: ignore[attr-defined]
-        if handle.cancelled():
-            self._cancelled -= 1
-        return handle

@@ -105,6 +105,15 @@ class TokenLog(msgspec.Struct, frozen=True):
         if count:
             self._check_authors(sampled)
 
+    def check_sampled(self) -> None:
+        """As `validate`, for a log whose tokens were all sampled, by versions that are known to be valid."""
+        self.check_lengths()
+        if np.count_nonzero(self.tokens < 0):
+            raise ValueError("a token id is negative")
+        logprobs = self.logprobs
+        if np.count_nonzero(np.isfinite(logprobs)) != len(logprobs) or np.count_nonzero(logprobs > 1e-4):
+            raise ValueError("a sampled token has no valid log-probability")
+
     def _check_authors(self, sampled: np.ndarray[Any, Any]) -> None:
         start = 0
         for segment in self.segments:
@@ -114,8 +123,8 @@ class TokenLog(msgspec.Struct, frozen=True):
 
     def sampled_by_version(self) -> list[tuple[int, int]]:
         """`[(version, number of sampled tokens)]`, ascending."""
-        versions = self.versions[self.mask == 1]
-        n = len(versions)
+        n = int(np.count_nonzero(self.mask))
+        versions = self.versions if n == len(self.mask) else self.versions[self.mask == 1]
         if n and np.count_nonzero(versions == versions[0]) == n:  # nearly always: spares the sorting
             return [(int(versions[0]), n)]
         found, counts = np.unique(versions, return_counts=True)

@@ -8,6 +8,7 @@ stated.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
@@ -135,10 +136,17 @@ class Draws:
 
 def uniform(a: int, b: int, c: int, d: int) -> float:
     """A number in (0, 1) that looks random and depends on nothing but the four keys (splitmix64 over them)."""
-    h = 0x9E3779B97F4A7C15
-    for key in (a, b, c, d):
-        h = ((h ^ key) + 0x9E3779B97F4A7C15) & _MASK
-        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK
-        h ^= h >> 31
-    return ((h >> 11) + 0.5) * 2.0**-53
+    return ((_mixed(_begun(a, b, c), d) >> 11) + 0.5) * 2.0**-53
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _begun(a: int, b: int, c: int) -> int:
+    """The state after three keys, which all turns of an episode have in common."""
+    return _mixed(_mixed(_mixed(0x9E3779B97F4A7C15, a), b), c)
+
+
+def _mixed(h: int, key: int) -> int:
+    h = ((h ^ key) + 0x9E3779B97F4A7C15) & _MASK
+    h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK
+    return h ^ (h >> 31)

@@ -12,6 +12,7 @@ How long a turn is follows from the episode's sampling seed (`workload`); how lo
 from __future__ import annotations
 
 import asyncio
+import bisect
 import heapq
 from collections.abc import AsyncIterator
 from typing import Any
@@ -176,18 +177,10 @@ class ModelledEngine:
     def _target(self, request: GenerateRequest) -> tuple[int, FinishReason]:
         """Tokens to sample, and why they end: the rest of the turn that begins or goes on behind `request.offset`."""
         ends = self._turns.setdefault(request.episode, [])
-        before = 0
-        turn = 0
-        while True:
-            if turn == len(ends):
-                length = self._workload.action_tokens(request.group, request.seed, turn)
-                ends.append((ends[-1] if ends else 0) + length)
-            if ends[turn] > request.offset:
-                break
-            before = ends[turn]
-            turn += 1
-        assert before <= request.offset
-        rest = ends[turn] - request.offset
+        while not ends or ends[-1] <= request.offset:
+            length = self._workload.action_tokens(request.group, request.seed, len(ends))
+            ends.append((ends[-1] if ends else 0) + length)
+        rest = ends[bisect.bisect_right(ends, request.offset)] - request.offset
         return (rest, FinishReason.STOP) if rest <= request.max_tokens else (request.max_tokens, FinishReason.LENGTH)
 
     # --- updates ----------------------------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ from segue.ports.scheduler import (
     TrainedReport,
     Transfer,
 )
-from segue.trajectory import NO_VERSION
 from segue.wire import Message
 
 LONG_POLL_SECONDS = 10.0
@@ -55,11 +54,15 @@ Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
 
+_Array = tuple[str, tuple[int], bytes]
+"""An array of one dimension as it travels (`segue.wire`). Those of an episode's deltas are joined before they become one."""
+
+
 class _Log(msgspec.Struct, frozen=True):
     """What is needed of a `TokenLog`."""
 
-    mask: np.ndarray[Any, Any]
-    versions: np.ndarray[Any, Any]
+    mask: _Array
+    versions: _Array
 
 
 class _Body(Message, frozen=True, tag="DeltaBody"):
@@ -94,8 +97,7 @@ def read_batch(batch: Batch, config: Config) -> Work:
     rewards: list[float] = []
     for member in (member for group in batch.groups for member in group.members):
         logs = [wire.decode(delta, _Body).log for delta in member.deltas]
-        mask = np.concatenate([log.mask for log in logs])
-        versions = np.concatenate([log.versions for log in logs])
+        mask, versions = _joined([log.mask for log in logs]), _joined([log.versions for log in logs])
         valid = member.outcome not in masked
         age = token_ages(versions, mask, batch.version_steps, batch.step)
         keep = keep_mask(age, mask, rule.max_age, rule.over_age) if valid else np.zeros_like(mask)
@@ -108,7 +110,8 @@ def read_batch(batch: Batch, config: Config) -> Work:
         trained.append(kept)
         old += sampled - kept if valid else 0
         outcome_masked += sampled if not valid else 0
-        mixed += bool(kept) and len(set(versions[keep == 1].tolist()) - {NO_VERSION}) > 1
+        used = versions[keep == 1]
+        mixed += bool(kept) and bool((used != used[0]).any())
         rewards.append(member.reward)
     trains = sum(1 for n in trained if n)
     stats = {
@@ -124,6 +127,12 @@ def read_batch(batch: Batch, config: Config) -> Work:
         "length_trained": sum(trained) / max(1, trains),
     }
     return Work(tokens, [ages[a] for a in range(max(ages, default=-1) + 1)], stats, starts, max(generated, default=0))
+
+
+def _joined(parts: list[_Array]) -> np.ndarray[Any, Any]:
+    dtype = parts[0][0]
+    assert all(part[0] == dtype for part in parts), "deltas of one episode have arrays of one kind"
+    return np.frombuffer(b"".join([part[2] for part in parts]), dtype=dtype)
 
 
 class ModelledLearner:

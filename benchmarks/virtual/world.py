@@ -46,6 +46,14 @@ SETTLE_SECONDS = 60.0
 COLLECT_AFTER = 100_000
 """Objects made and not freed, until Python looks for cycles among them."""
 
+SPEAKS_WITH = {
+    "scheduler": ("rollout", "learner"),
+    "envpool": ("rollout",),
+    "rollout": ("scheduler", "envpool"),
+    "learner": ("scheduler",),
+}
+"""Whom a role has to know."""
+
 Wrap = Callable[[Workers], Workers]
 
 
@@ -125,6 +133,7 @@ class VirtualCluster:
             await self._start()
             return await self._course()
         finally:
+            gc.unfreeze()
             for name in sorted(self.roles, key=lambda name: name.startswith(("scheduler", "envpool"))):
                 await self.roles[name].stop()
 
@@ -151,20 +160,13 @@ class VirtualCluster:
         self.learner = self.roles["learner-0"] = ModelledLearner(
             config, model, scenario.unit, hub, self._metrics["learner-0"], clock, self._at_step, updates=not self._sink
         )
+        peers: dict[str, list[LocalPeer]] = {}
         for name, role in self.roles.items():
-            for other, peer in self._peers(name):
-                role.connect(other, peer)
-
-    def _peers(self, name: str) -> list[tuple[str, Peer]]:
-        """Whom a role speaks with."""
-        kind = name.partition("-")[0]
-        speaks = {
-            "scheduler": ("rollout", "learner"),
-            "envpool": ("rollout",),
-            "rollout": ("scheduler", "envpool"),
-            "learner": ("scheduler",),
-        }[kind]
-        return [(other, LocalPeer(other, self.roles[other])) for other in self.roles if other.partition("-")[0] in speaks]
+            peers.setdefault(name.partition("-")[0], []).append(LocalPeer(name, role))
+        for name, role in self.roles.items():
+            for kind in SPEAKS_WITH[name.partition("-")[0]]:
+                for peer in peers[kind]:
+                    role.connect(peer.name, peer)
 
     def _scheduler(self, workload: Workload) -> SchedulerShell:
         config = self.world.config
@@ -216,6 +218,7 @@ class VirtualCluster:
         follow = asyncio.create_task(self._follow(scheduler))
         try:
             await ask(scheduler, OPEN_TRAINING, OpenTraining(self.world.config.steps), CALL_SECONDS)
+            gc.freeze()  # what has been built stays: nobody need look for cycles in it
             waiting: set[asyncio.Task[Any]] = {follow, *runs.values()}
             while not runs["learner-0"].done():
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -92,7 +92,6 @@ class SchedulerCore:
             Resumed: self.intake.resumed,
             NodeJoined: self._node_joined,
             NodeLost: self._node_lost,
-            NodeSpent: self._node_spent,
             FromNode: self._from_node,
             TransferResult: self.updates.result,
             SendFailed: lambda e, now: self.updates.send_failed(e.transfer, e.reason, now),
@@ -120,6 +119,9 @@ class SchedulerCore:
         if type(event) is NodeHeard:  # renews leases, and nothing follows from that
             self._node_heard(event, now)
             return ()
+        if type(event) is NodeSpent:  # comes with every exchange; nothing follows unless it lets an update go out
+            self._node_spent(event, now)
+            return self._settle(now) if self.tables.standing else ()
         self._handlers[type(event)](event, now)
         return self._settle(now)
 

@@ -38,6 +38,7 @@ class _Ledger:
         self._now = now
         self._spent = dict.fromkeys(states, 0)
         self._occupied = dict.fromkeys(states, 0) | occupied
+        self._held = {state: count for state, count in self._occupied.items() if count}  # what time is charged to
         self._last = self._read()
         self.lock = threading.Lock()
 
@@ -51,9 +52,9 @@ class _Ledger:
         if passed <= 0:
             return
         self._last = moment
-        for state, count in self._occupied.items():
-            if count:
-                self._spent[state] += count * passed
+        spent = self._spent
+        for state, count in self._held.items():
+            spent[state] += count * passed
 
     def restart(self) -> None:
         with self.lock:
@@ -66,8 +67,13 @@ class _Ledger:
         if target not in occupied:
             raise ValueError(f"no such state: {target!r}; there are {', '.join(occupied)}")
         self.charge()
-        occupied[source] -= 1
-        occupied[target] += 1
+        held = self._held
+        left = occupied[source] = occupied[source] - 1
+        if left:
+            held[source] = left
+        else:
+            del held[source]
+        held[target] = occupied[target] = occupied[target] + 1
 
     def nanoseconds(self) -> dict[str, int]:
         with self.lock:

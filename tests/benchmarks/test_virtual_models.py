@@ -88,6 +88,20 @@ def test_an_empirical_distribution_has_the_quantiles_of_its_values() -> None:
     assert min(values) <= drawn.min() and drawn.max() <= max(values)
 
 
+def test_a_draw_is_splitmix64_over_its_keys() -> None:
+    def in_one_loop(*keys: int) -> float:
+        mask, h = (1 << 64) - 1, 0x9E3779B97F4A7C15
+        for key in keys:
+            h = ((h ^ key) + 0x9E3779B97F4A7C15) & mask
+            h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & mask
+            h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & mask
+            h ^= h >> 31
+        return ((h >> 11) + 0.5) * 2.0**-53
+
+    for keys in [(0, 0, 0, 0), (1, 2, 3, 4), (256, 7, 1 << 40, 2), (1, 2, 3, (5 << 24) + 6)]:
+        assert uniform(*keys) == uniform(*keys) == in_one_loop(*keys)
+
+
 def test_a_draw_depends_on_its_keys_alone() -> None:
     many = [uniform(1, 2, 3, turn) for turn in range(2000)]
     assert many == [uniform(1, 2, 3, turn) for turn in range(2000)] and len(set(many)) == 2000
