@@ -6,6 +6,7 @@ docs/cluster.md tells what is promised; here it is seen. Root and iproute2 are n
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,6 +24,22 @@ CUT_SECONDS = 30.0
 QUICKSTART_SECONDS = 600.0
 PORT = 29411
 APART = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[2]}"
+
+NODE = """
+import sys, time, urllib.request
+from segue.metrics.samples import read_exposition, total
+names = ("segue_decode_tokens_total", "segue_discarded_tokens_total", "segue_leases_lost_total", "segue_episodes_running")
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+while True:
+    now = time.monotonic()
+    try:
+        scrape = {"rollout-0": read_exposition(opener.open(f"http://{sys.argv[1]}/metrics", timeout=5.0).read().decode())}
+    except OSError:
+        break
+    print(now, *(total(scrape, "rollout", name) for name in names), flush=True)
+    time.sleep(0.05)
+"""
+"""Reads the rollout node's counters on its own host, where it is seen also while nobody else sees it."""
 
 pytestmark = [pytest.mark.processes, pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
@@ -71,9 +88,13 @@ def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: 
         assert where["learner-0"] == where["scheduler-0"] == hosts.address(0)
         assert where["rollout-0"] == hosts.address(1)
         assert where["envpool-0"] == hosts.address(2)
+        watch = hosts.command(1, sys.executable, "-c", NODE, targets["rollout-0"])
+        node = stack.enter_context(Launch(watch, tmp_path / "node.txt"))
         head.line(r"^step +4/", 60.0)
+        cut = time.monotonic()
         hosts.cut(1)
         time.sleep(CUT_SECONDS)  # the promise is about this long an absence
+        mended = time.monotonic()
         hosts.mend(1)
         assert head.wait(240.0) == 0, head.fail("it failed")
         assert [member.wait(30.0) for member in members] == [0, 0]
