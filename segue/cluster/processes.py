@@ -84,9 +84,14 @@ def sigterm_blocked() -> Iterator[None]:
 
 
 def survive_sigterm() -> None:
-    """From now on SIGTERM does nothing to this process, also where a library unblocks it (the resource tracker of Python's
-    multiprocessing does): call it on the main thread. A handler is not inherited, as SIG_IGN would be."""
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    """From now on SIGTERM does nothing to this process, also where a library unblocks it, as the resource tracker of Python's
+    multiprocessing does. A handler is not inherited, as SIG_IGN would be.
+
+    From any thread, while Python's `signal.signal` works on the main thread only, which in an asyncio actor of Ray's is never ours.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(signal.SIGTERM, ctypes.cast(libc.abs, ctypes.c_void_p))  # a function of one int that changes nothing
 
 
 def unblock_sigterm() -> None:

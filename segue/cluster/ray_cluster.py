@@ -50,8 +50,8 @@ class RayCluster:
         return str(ray.get_runtime_context().gcs_address)
 
     def stop(self) -> None:
-        """End Ray. Its processes hear no SIGTERM (`segue.cluster.processes.block_sigterm`), by which Ray would ask each of them to
-        end and wait a second: they are killed, once this process has taken leave of them."""
+        """End Ray. Its processes hear no SIGTERM (`segue.cluster.processes.block_sigterm`), by which Ray would ask each of
+        them to end and wait a second: they are killed, once this process has taken leave of them."""
         if (node := ray._private.worker._global_node) is not None:
             kill = node.kill_all_processes
             node.kill_all_processes = lambda **_: kill(check_alive=False, allow_graceful=False)

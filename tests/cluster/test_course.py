@@ -182,7 +182,8 @@ async def test_the_step_that_an_interrupt_lets_end_is_noted(
 
     monkeypatch.setattr(driver, "_watch_silence", asyncio.Event().wait)
     roles = {role: SimpleNamespace(name=f"{role}-0", spec=SimpleNamespace(role=role)) for role in ("scheduler", "learner")}
-    roles["scheduler"].peer, roles["learner"].remote = scheduler, stop
+    roles["scheduler"].peer = roles["learner"].peer = scheduler
+    roles["learner"].remote = stop
     driver._crew.actors = {actor.name: actor for actor in roles.values()}  # type: ignore[misc]
     driver._crew.ends = {asyncio.create_task(learns()): roles["learner"]}  # type: ignore[dict-item]
     course = asyncio.create_task(driver._course())

@@ -17,6 +17,7 @@ import pytest
 from launches import Launch
 from namespaces import Hosts, lacking
 
+from segue.config import load_config
 from segue.rundir import read_jsonl
 
 FIRST_STEP_SECONDS = 90.0
@@ -57,6 +58,23 @@ def launch(hosts: Hosts, folder: Path, *words: str, ranks: tuple[int, ...] = (0,
     return [Launch(hosts.command(rank, *call), folder / f"host-{rank}.txt", shared | {"NODE_RANK": str(rank)}) for rank in ranks]
 
 
+def assert_little_was_lost(read: list[list[float]], cut: float, mended: float) -> None:
+    """A delta is one turn, and the next turn needs the env pool, which is out of reach: what the node sampled and the scheduler
+    does not have is, of each episode, at most the turn whose delta was on its way and the one that was under way.
+
+    `read` is what `NODE` printed. One machine has one monotonic clock.
+    """
+    before = [line for line in read if line[0] <= cut][-1]
+    alone = [line for line in read if cut < line[0] < mended]
+    assert alone, "the node was not seen while it was cut off"
+    config = load_config(Path("configs/smoke.toml"), []).rollout
+    running = max(line[4] for line in (before, *alone))
+    sampled = alone[-1][1] - before[1]
+    assert before[1] > 0, "it had sampled something"
+    print(f"{before=} {alone[0]=} {alone[-1]=} {len(alone)=}")
+    assert sampled <= running * config.max_turn_tokens
+
+
 def summary(folder: Path) -> dict[str, Any]:
     told: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
     return told
@@ -90,6 +108,7 @@ def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: 
         assert where["envpool-0"] == hosts.address(2)
         watch = hosts.command(1, sys.executable, "-c", NODE, targets["rollout-0"])
         node = stack.enter_context(Launch(watch, tmp_path / "node.txt"))
+        node.line(r"^\d", 30.0)
         head.line(r"^step +4/", 60.0)
         cut = time.monotonic()
         hosts.cut(1)
@@ -101,5 +120,6 @@ def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: 
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(steps))
     assert first < FIRST_STEP_SECONDS
+    assert_little_was_lost([[float(word) for word in line.split()] for line in node.text.splitlines()], cut, mended)
     assert summary(tmp_path)["steps"] == steps
     assert all(hosts.pids(host) == [] for host in range(3)), "something is left behind"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from segue.cluster.role_handle import Died
 from segue.cluster.starting import Start, for_each
 from segue.errors import RunFailed
 
@@ -38,7 +39,7 @@ async def test_who_is_asked_for_something_else_meanwhile_is_not_late_for_a_start
 
     async def ping(actor: Any) -> None:
         if actor.name == "learner-0":
-            raise RunFailed("learner-0", "learner-0 died.")
+            raise Died(RunFailed("learner-0", "learner-0 died."))
         await for_ever(actor)
 
     async def bring_up() -> None:
@@ -56,7 +57,7 @@ async def test_the_late_ones_are_told_also_when_another_fails() -> None:
 
     async def do(actor: Any) -> None:
         if actor.name == "b":
-            raise RunFailed("b", "It broke.")
+            raise Died(RunFailed("b", "It broke."))
         await for_ever(actor)
 
     with pytest.raises(RunFailed, match="It broke"):

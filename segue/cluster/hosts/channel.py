@@ -12,7 +12,9 @@ Threads and blocking sockets, because the processes that hold these wait for oth
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import socket
 import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -71,8 +73,9 @@ class Channel(Generic[In, Out]):
     def close(self, why: str = "closed") -> None:
         """End both threads. What was sent is on its way."""
         self._end(why)
-        self.inbox.put(None)  # the reader may not notice before the silence is over
         with contextlib.suppress(OSError):
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closing the file under it does not
             self._connection.close()
 
     def _read(self) -> None:

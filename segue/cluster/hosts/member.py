@@ -135,8 +135,8 @@ class _Member:
                     raise AssertionError(f"what is this for? {other}")
 
     def _look_at_signals(self) -> int | None:
-        """SIGINT: this host leaves at once. SIGTERM (the job ends; SLURM may say so twice): the head stops in order first, if it was
-        told too."""
+        """SIGINT: this host leaves at once. SIGTERM (the job ends; SLURM may say so twice): the head stops in order first,
+        if it was told too."""
         if not self._signals:
             return None
         first = self._signals[0]
