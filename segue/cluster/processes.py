@@ -87,7 +87,7 @@ def survive_sigterm() -> None:
     """From now on SIGTERM does nothing to this process, also where a library unblocks it, as the resource tracker of Python's
     multiprocessing does. A handler is not inherited, as SIG_IGN would be.
 
-    From any thread, while Python's `signal.signal` works on the main thread only, which in an asyncio actor of Ray's is never ours.
+    From any thread: Python's `signal.signal` works on the main thread only, which in an asyncio actor of Ray's is never ours.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
