@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -60,7 +60,7 @@ class Crew:
         self.placement: Any = None
         self.made: list[Handle] = []
         self.said: list[str] = []
-        self.prepare = lambda handle: None
+        self.prepare: Callable[[Handle], None] = lambda handle: None
 
     def of(self, *roles: str) -> list[Handle]:
         return [handle for handle in self.actors.values() if handle.spec.role in roles]
@@ -141,7 +141,7 @@ async def test_two_restarts_that_overlap_find_each_other(config: Config, order: 
     def prepare(handle: Handle) -> None:
         handle.holds = {method: event for (rank, method), event in events.items() if rank == handle.spec.rank}
 
-    crew.prepare = prepare  # type: ignore[assignment]
+    crew.prepare = prepare
     both = recovery(config, crew)
     for node in nodes:
         both.replace(node, "died")  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ async def test_each_process_is_told_what_took_those_before_it(config: Config) ->
         if causes:
             handle.fails["build"] = causes.pop(0)
 
-    crew.prepare = prepare  # type: ignore[assignment]
+    crew.prepare = prepare
     again = recovery(config, crew)
     again.replace(crew.actors["rollout-0"], "silent")  # type: ignore[arg-type]
     await done(again)
@@ -192,7 +192,7 @@ async def test_a_mistake_of_ours_is_not_tried_again(config: Config) -> None:
     def prepare(handle: Handle) -> None:
         handle.fails["build"] = Broken("envpool-0", "envpool-0 failed: ZeroDivisionError.")
 
-    crew.prepare = prepare  # type: ignore[assignment]
+    crew.prepare = prepare
     again = recovery(config, crew)
     again.replace(crew.actors["envpool-0"], "died")  # type: ignore[arg-type]
     with pytest.raises(RunFailed, match="ZeroDivisionError"):
@@ -236,7 +236,7 @@ async def test_a_host_that_came_late_gets_a_node_and_costs_nothing_where_that_fa
         if fails:
             handle.fails["start"] = RunFailed("rollout-1", "There is no GPU here.")
 
-    crew.prepare = prepare  # type: ignore[assignment]
+    crew.prepare = prepare
     late = recovery(config, crew)
     late.welcome()
     await settle()
