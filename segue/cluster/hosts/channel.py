@@ -73,9 +73,9 @@ class Channel(Generic[In, Out]):
     def close(self, why: str = "closed") -> None:
         """End both threads. What was sent is on its way."""
         self._end(why)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closing the file under it does not
         with contextlib.suppress(OSError):
-            with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-                end.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closing the file under it does not
             self._connection.close()
 
     def _read(self) -> None:
