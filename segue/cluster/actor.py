@@ -19,7 +19,7 @@ from segue import wire
 from segue.cluster.hosts.interface import interface_environment
 from segue.cluster.peers import RayPeer
 from segue.cluster.ports import free_port
-from segue.cluster.processes import output_to
+from segue.cluster.processes import output_to, survive_sigterm
 from segue.cluster.roles import GET_FACTS, GetFacts, RoleSpec, failure_of
 from segue.cluster.wiring import Host, build_host, config_of
 from segue.errors import UserError
@@ -41,6 +41,7 @@ class RoleActor:
         if self._spec.address:
             os.environ.update(interface_environment(self._spec.address))
         faulthandler.enable()
+        survive_sigterm()  # the driver stops the roles: in order, whoever else was told that the job ends
 
     async def pid(self) -> int:
         return os.getpid()

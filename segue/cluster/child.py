@@ -90,7 +90,7 @@ def command_line(run: RunDir, model: str, attempt: int, resume: str, only_eval: 
 def run_job(process: str, work: Callable[[Job], int]) -> int:
     """Do `work`, which reports its result, as the process `process`; report its failure; return the exit code.
 
-    It ends with its supervisor.
+    It ends with its supervisor, which also hears SIGTERM for it: see to it before this that it has no effect here.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)

@@ -33,17 +33,22 @@ def free_ports(interface: str, ports: tuple[int, int], enough: int = 1000) -> in
     return len(list(itertools.islice(_free_from_the_top(interface, ports), enough)))
 
 
-def check_ports(config: Config) -> None:
-    """Raises `UserError` if the range has fewer free ports than the run takes where all of it is on this host."""
-    pools, nodes, ranks = config.envpool.pools, config.rollout.nodes, config.learner.ranks
-    needed = ports_needed(["scheduler", *["envpool"] * pools, *["rollout"] * nodes, *["learner"] * ranks])
-    interface, (low, high) = config.cluster.interface, config.cluster.ports
-    free = free_ports(interface, (low, high), needed)
+def check_ports(config: Config, address: str, roles: Sequence[str]) -> None:
+    """Raises `UserError` if the range has fewer free ports at `address`, this host's, than these roles take."""
+    needed = ports_needed(roles)
+    low, high = config.cluster.ports
+    free = free_ports(address, (low, high), needed)
     if free < needed:
         raise UserError(
-            f"cluster.ports = [{low}, {high}] has {free} free ports on {interface} and this run takes {needed}: "
+            f"cluster.ports = [{low}, {high}] has {free} free ports on {address} and this run takes {needed} here: "
             "stop what uses them or set another range."
         )
+
+
+def all_roles(config: Config) -> list[str]:
+    """The role of each process of a run."""
+    pools, nodes, ranks = config.envpool.pools, config.rollout.nodes, config.learner.ranks
+    return ["scheduler", *["envpool"] * pools, *["rollout"] * nodes, *["learner"] * ranks]
 
 
 def _free_from_the_top(interface: str, ports: tuple[int, int]) -> Iterator[int]:

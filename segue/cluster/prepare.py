@@ -25,7 +25,7 @@ from segue.cluster.hosts.several import check_alone
 from segue.cluster.models import beside, check_model, found_model, make_model
 from segue.cluster.own_suite import try_suite
 from segue.cluster.plan import plan_lines
-from segue.cluster.ports import check_ports
+from segue.cluster.ports import all_roles, check_ports
 from segue.cluster.processes import die_with_parent
 from segue.cluster.stopped import go_on_command
 from segue.config import Config, load_config, to_toml
@@ -74,8 +74,9 @@ def prepare(
     elif hosts:
         config = _listening_on(config, hosts[0].address)
         seats = lay_out(config, hosts)
+        check_ports(config, hosts[0].address, [seat.role for seat in seats if seat.host == 0])
     else:
-        check_ports(config)
+        check_ports(config, config.cluster.interface, all_roles(config))
         check_cores(config)
     now = datetime.now()
     checkpoint, again, changes = None, False, ""

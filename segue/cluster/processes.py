@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -62,6 +62,41 @@ def _end(last: Callable[[], None]) -> None:
     end_family(grace_seconds=0.0)
     last()
     os._exit(1)
+
+
+def block_sigterm() -> None:
+    """From now on this thread, and what it starts, do not get SIGTERM: programs inherit what is blocked, and keep it blocked also
+    where they install handlers, as Ray's do.
+
+    A batch system that ends a job signals all of its processes at once. Only who stops the run in order is to hear it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+@contextlib.contextmanager
+def sigterm_blocked() -> Iterator[None]:
+    """What starts in this block does not get SIGTERM (`block_sigterm`); this process does again afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def survive_sigterm() -> None:
+    """From now on SIGTERM does nothing to this process, also where a library unblocks it, as the resource tracker of Python's
+    multiprocessing does. A handler is not inherited, as SIG_IGN would be.
+
+    From any thread: Python's `signal.signal` works on the main thread only, which in an asyncio actor of Ray's is never ours.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(signal.SIGTERM, ctypes.cast(libc.abs, ctypes.c_void_p))  # a function of one int that changes nothing
+
+
+def unblock_sigterm() -> None:
+    """What this thread starts gets SIGTERM again: it may be ended by it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def output_to(path: Path) -> None:

@@ -11,6 +11,7 @@ import ray
 
 from segue.cluster.hosts.member import HOST_RESOURCE
 from segue.cluster.hosts.plan import Plan
+from segue.cluster.processes import end_family
 from segue.config import Config
 from segue.errors import RunFailed
 
@@ -49,8 +50,13 @@ class RayCluster:
         return str(ray.get_runtime_context().gcs_address)
 
     def stop(self) -> None:
-        """End Ray."""
+        """End Ray. Its processes hear no SIGTERM (`segue.cluster.processes.block_sigterm`), by which Ray would ask each of
+        them to end and wait a second: they are killed, once this process has taken leave of them."""
+        if (node := ray._private.worker._global_node) is not None:
+            kill = node.kill_all_processes
+            node.kill_all_processes = lambda **_: kill(check_alive=False, allow_graceful=False)
         ray.shutdown()
+        end_family(grace_seconds=0.0)
 
 
 class AttachedRay:

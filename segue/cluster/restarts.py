@@ -1,8 +1,8 @@
-"""How often roles may die before the run ends. Pure: the clock is handed in."""
+"""How often roles may die before the run ends, and what took them. Pure: the clock is handed in."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 WINDOW_SECONDS = 3600.0
 
@@ -13,10 +13,11 @@ class Restarts:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._deaths: dict[str, deque[float]] = {}
-        self._starts: dict[str, int] = {}
+        self._reasons: dict[str, Counter[str]] = {}
 
-    def died(self, name: str, now: float) -> int:
+    def died(self, name: str, reason: str, now: float) -> int:
         """Note a death at `now`; how many there were in the window, this one included."""
+        self._reasons.setdefault(name, Counter())[reason] += 1
         deaths = self._deaths.setdefault(name, deque())
         deaths.append(now)
         while deaths[0] <= now - WINDOW_SECONDS:
@@ -26,7 +27,6 @@ class Restarts:
     def too_many(self, name: str) -> bool:
         return len(self._deaths.get(name, ())) > self.limit
 
-    def start(self, name: str) -> int:
-        """The number of a process of this role that is about to start, counted from 1."""
-        self._starts[name] = self._starts.get(name, 0) + 1
-        return self._starts[name]
+    def reasons(self, name: str) -> dict[str, int]:
+        """All deaths of a role so far, by reason."""
+        return dict(self._reasons.get(name, ()))

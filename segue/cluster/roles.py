@@ -16,7 +16,8 @@ class RoleSpec(Message, frozen=True):
     """One role process to be: everything its builder needs, as bytes that cross to it once.
 
     `role` is scheduler, envpool, rollout or learner. `resume` is a checkpoint folder or "". `address` is what it listens on where
-    that is not the config's (on several hosts); `start` counts the processes of this role in this attempt of the run, from 1.
+    that is not the config's (on several hosts); `start` counts the processes of this role in this attempt of the run, from 1;
+    `restarts` says how often each reason (`RESTART_REASONS`) took one of those before it.
     `rendezvous` is where learner ranks meet (host:port), once that is known.
     """
 
@@ -31,6 +32,7 @@ class RoleSpec(Message, frozen=True):
     attempt: int = 1
     address: str = ""
     start: int = 1
+    restarts: dict[str, int] = {}
 
     @property
     def name(self) -> str:

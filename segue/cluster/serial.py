@@ -17,6 +17,7 @@ from segue.clock import LogicalLoop
 from segue.cluster.child import Job, run_job
 from segue.cluster.controller import Controller
 from segue.cluster.peers import LocalPeer
+from segue.cluster.processes import survive_sigterm
 from segue.cluster.roles import Facts, RoleSpec
 from segue.cluster.wiring import Host, Place, build_host
 from segue.config import to_toml
@@ -130,7 +131,8 @@ def _run(job: Job) -> int:
 
 
 def main() -> int:
-    """`python -m segue.cluster.serial`: started by the supervisor."""
+    """`python -m segue.cluster.serial`: started by the supervisor, which hears SIGTERM for it."""
+    survive_sigterm()
     return run_job("serial", _run)
 
 

@@ -214,8 +214,8 @@ class _Watch:
         asyncio.get_running_loop().call_later(GRACE_AFTER_DEATH, self._kill_driver)
 
     def _on_signal(self, number: int) -> None:
-        if number == signal.SIGHUP and self._interrupted:
-            return  # a terminal that closes may say so twice
+        if self._interrupted and (number == signal.SIGHUP or number == signal.SIGTERM == self._signal):
+            return  # a terminal that closes may say so twice, and so does SLURM at the end of a job's time
         self._interrupted += 1
         self._signal = signal.Signals(number)
         if self._interrupted > 1 or not self._started:

@@ -19,6 +19,7 @@ from segue.build import git_sha
 from segue.clock import Compute, LogicalCompute, ThreadCompute
 from segue.cluster.cores import cores_of, key_of, pin
 from segue.cluster.own_parts import own_engine
+from segue.cluster.processes import unblock_sigterm
 from segue.cluster.roles import Facts, Role, RoleSpec
 from segue.config import Config
 from segue.config.root import resolve
@@ -28,7 +29,7 @@ from segue.metrics import ActivityClock, BuildInfo, Metrics, StateClock
 from segue.metrics.exporter import Exporter
 from segue.metrics.gpus import gpu_reader
 from segue.metrics.heartbeat import Heartbeat, LoopMonitor
-from segue.metrics.process import read_process
+from segue.metrics.process import read_process, read_starts
 from segue.metrics.states import Clock
 from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
 from segue.rundir import SCHEDULER_CUT, RunDir
@@ -145,7 +146,7 @@ def _expose(host: Host) -> None:
     registry = next(iter(host.metrics.values()))
     host.log = ProcessLog(spec.log, spec.name, metrics=registry)
     registry.attach_reader(read_process)
-    registry.attach_reader(lambda: [("segue_process_starts", {}, float(spec.start))])
+    registry.attach_reader(lambda: read_starts(spec.start, spec.restarts))
     if reader := gpu_reader(registry.gpus):
         registry.attach_reader(reader)
     heartbeats = []
@@ -281,6 +282,7 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
             staged=config.weightsync.staging != "none",
         )
     if rollout.own_engine:
+        unblock_sigterm()  # what it starts it may end by SIGTERM
         return own_engine(config, node=spec.name, model_path=spec.model_path, device=device, compute=compute, tokenizer=tokenizer)
     from rollout.embedded import EmbeddedEngine
 

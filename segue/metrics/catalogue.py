@@ -82,6 +82,14 @@ _PROCESS = (
         ASYNCIO,
         "Which start of this process in this attempt of the run it is: 1, and one more for each death before it.",
     ),
+    _read(
+        "segue_process_restarts_total",
+        "counter",
+        "starts",
+        ASYNCIO,
+        "Starts of this process after the first, by what took the one before it; kept from process to process.",
+        Label("reason", words.RESTART_REASONS),
+    ),
     _counter(
         "segue_metric_writes_total", "writes", ALL, "Values written to this process's metrics: what measuring costs, counted."
     ),

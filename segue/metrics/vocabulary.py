@@ -122,5 +122,8 @@ ENV_FAILURE_REASONS = ("error", "timeout", "worker_died", "worker_killed", "rest
 ENV_KILL_REASONS = ("start_timeout", "create_timeout", "reset_timeout", "step_timeout", "close_timeout", "lost")
 """Why an env pool killed a worker; `lost` makes sure of one that died of itself."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+RESTART_REASONS = ("died", "silent", "engine", "host_lost")
+"""Why a process was started in the place of one before it. `silent`: it did not answer for `cluster.silence_seconds`;
+`engine`: the inference engine in it failed; `host_lost`: Ray had given up its host; `died`: else."""
 RPC_FAILURES = ("timeout", "lost", "error")
 DISCARD_REASONS = ("fenced", "dropped", "failed", "stopped", "unread")

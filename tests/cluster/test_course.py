@@ -120,11 +120,10 @@ async def test_a_learner_that_fails_ends_the_course_without_an_evaluation(config
     ],
 )
 async def test_an_interrupt_whose_checkpoint_fails_says_so(
-    config: Config, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[Any], sentence: str
+    config: Config, run: RunDir, tmp_path: Path, ends: list[Any], sentence: str
 ) -> None:
     """Exit code 130 without a word would say that the checkpoint is there."""
     driver = Driver(Job(run, config, "x", 1, "", False, Report(), Console(), tmp_path))
-    monkeypatch.setattr(driver, "_each", lambda *_: asyncio.sleep(0))  # no learner to tell
     loop = asyncio.get_running_loop()
     futures = [loop.create_future() for _ in ends]
     for future, end in zip(futures, ends, strict=True):
@@ -135,19 +134,6 @@ async def test_an_interrupt_whose_checkpoint_fails_says_so(
     futures[0] = loop.create_future()
     futures[0].set_result(None)
     await driver._interrupt(course, asyncio.gather(futures[0], return_exceptions=True))
-
-
-async def test_a_start_that_takes_too_long_names_who_is_missing(config: Config, run: RunDir, tmp_path: Path) -> None:
-    cluster = config.cluster.model_copy(update={"start_seconds": 0.05})
-    driver = Driver(Job(run, config.model_copy(update={"cluster": cluster}), "x", 1, "", False, Report(), Console(), tmp_path))
-    actors: list[Any] = [SimpleNamespace(name=name) for name in ("learner-0", "rollout-1", "rollout-0")]
-
-    async def start(actor: Any) -> None:
-        if actor.name.startswith("rollout"):
-            await asyncio.Event().wait()
-
-    with pytest.raises(RunFailed, match=r"start_seconds = 0.05 \(rollout-0, rollout-1 had not come yet\): raise it"):
-        await asyncio.wait_for(driver._within_start("The start of the roles", driver._each(actors, start)), SECONDS)
 
 
 async def test_a_serial_run_says_which_seconds_are_logical(config: Config, run: RunDir) -> None:
@@ -194,10 +180,12 @@ async def test_the_step_that_an_interrupt_lets_end_is_noted(
             scheduler.events.append(step_event(2, 1))
             learner.set_result(None) if end is None else learner.set_exception(end)
 
-    monkeypatch.setattr(driver, "_each", stop)
     monkeypatch.setattr(driver, "_watch_silence", asyncio.Event().wait)
-    driver._actors = {"scheduler-0": SimpleNamespace(name="scheduler-0", peer=scheduler)}  # type: ignore[dict-item]
-    driver._ends = {asyncio.create_task(learns()): SimpleNamespace(spec=SimpleNamespace(role="learner"))}  # type: ignore[dict-item]
+    roles = {role: SimpleNamespace(name=f"{role}-0", spec=SimpleNamespace(role=role)) for role in ("scheduler", "learner")}
+    roles["scheduler"].peer = roles["learner"].peer = scheduler
+    roles["learner"].remote = stop
+    driver._crew.actors = {actor.name: actor for actor in roles.values()}  # type: ignore[misc]
+    driver._crew.ends = {asyncio.create_task(learns()): roles["learner"]}  # type: ignore[dict-item]
     course = asyncio.create_task(driver._course())
     await asyncio.wait_for(scheduler.all_told.wait(), SECONDS)
     driver._interrupted.set()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from segue.cluster.hosts import channel as channels
+from segue.cluster.hosts import head as heads
 from segue.cluster.hosts.channel import Channel, prove
 from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.head import Head
@@ -21,6 +26,9 @@ from segue.cluster.hosts.where import resolve, token_of
 from segue.errors import RunFailed, UserError
 
 TOKEN = "the words"
+SECONDS = 20.0
+CHECK = Check({}, "/", (20000, 20999))
+ORDER = Join("127.0.0.1:6379", {"A": "b"}, 1 << 27, 5.0, "logs")
 
 
 def free_port() -> int:
@@ -109,14 +117,113 @@ def test_another_version_is_refused(meeting: Callable[[int], tuple[Head, int]]) 
         head.gather(20.0, "embedded")
 
 
-def test_a_number_is_given_once(meeting: Callable[[int], tuple[Head, int]]) -> None:
-    _, port = meeting(3)
+def test_a_number_is_given_once(meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "BEAT_SECONDS", 0.02)  # who has it is asked for a sign of life
+    head, port = meeting(2)
     facts = msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1)
     first = member(port, facts)
-    while not isinstance(message := heard(member(port, facts)), Refused):  # until the first one is known
-        assert message is None
-    assert "NODE_RANK=1 is taken" in message.sentence
+    head.gather(SECONDS, "embedded")
+    message = heard(member(port, facts))
+    assert isinstance(message, Refused) and "NODE_RANK=1 is taken" in message.sentence
     assert not first.over
+
+
+def fit(channel: Channel[HeadSays, MemberSays]) -> None:
+    """Answer a check: all is well here."""
+    heard_check(channel)
+    channel.send(MemberSays(Checked([], "", 99)))
+
+
+def begun(head: Head, first: Channel[HeadSays, MemberSays]) -> None:
+    """The only other host passes the check and is told to join."""
+    answering = threading.Thread(target=fit, args=(first,))
+    answering.start()
+    head.check(CHECK, {})
+    answering.join()
+    head.order_join(ORDER)
+    assert heard(first) == ORDER
+
+
+def test_a_host_that_was_cut_off_takes_its_number_again(
+    meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It calls anew; its old connection is silent and not over, because nobody was there to end it."""
+    monkeypatch.setattr(channels, "BEAT_SECONDS", 60.0)
+    monkeypatch.setattr(heads, "LIFE_SECONDS", 0.05)
+    head, port = meeting(2)
+    facts = msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1)
+    old = member(port, facts)
+    head.gather(20.0, "embedded")
+    begun(head, old)
+    new = member(port, facts)
+    fit(new)
+    assert heard(new) == ORDER
+    assert heard(old) is None, "nobody speaks to it any more"
+    head.close(3)
+    assert heard(new) == End(3)
+
+
+def test_a_host_that_comes_after_the_others_is_compared_and_checked_though_nothing_runs_yet(
+    meeting: Callable[[int], tuple[Head, int]],
+) -> None:
+    head, port = meeting(2)
+    mine = facts_here(0, "127.0.0.1")
+    planned = member(port, msgspec.structs.replace(mine, rank=1))
+    head.gather(20.0, "embedded")
+    other = heard(member(port, msgspec.structs.replace(mine, rank=2, torch="1.0")))
+    assert isinstance(other, Refused) and "has torch 1.0, and host 0" in other.sentence
+    late = member(port, msgspec.structs.replace(mine, rank=3))
+    while 3 not in head._members:
+        assert late.inbox.empty(), "nothing runs that it could join"
+    begun(head, planned)  # which does not wait for the late one
+    fit(late)
+    assert heard(late) == ORDER
+
+
+class Full(Listener):
+    """`accept` fails `FAILURES` times, as where too many files are open."""
+
+    FAILURES = 3
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.tried = queue.Queue[int]()
+
+    def accept(self) -> Connection:
+        self.tried.put(self.tried.qsize())
+        if self.tried.qsize() <= self.FAILURES:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def test_where_nobody_can_be_let_in_it_is_said_once_and_tried_again(
+    meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heads, "Listener", Full)
+    monkeypatch.setattr(heads, "ACCEPT_AGAIN_SECONDS", 0.01)
+    head, port = meeting(2)
+    member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1))
+    assert len(head.gather(20.0, "embedded")) == 2
+    assert [record.message for record in caplog.records] == [
+        "no host can be let in ([Errno 24] Too many open files); trying again every 0.01 s"
+    ]
+
+
+def test_where_nobody_can_be_let_in_the_end_is_not_waited_for(
+    meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "Listener", Full)
+    monkeypatch.setattr(heads, "ACCEPT_AGAIN_SECONDS", 600.0)
+    before = set(threading.enumerate())
+    head, _ = meeting(2)
+    (accepting,) = set(threading.enumerate()) - before
+    listener = head._listener
+    assert isinstance(listener, Full)
+    while listener.tried.empty():
+        assert accepting.is_alive()
+    head.close(0)
+    accepting.join(SECONDS)
+    assert not accepting.is_alive() and listener.tried.qsize() == 1
 
 
 def test_a_wrong_token_is_said_on_both_sides(meeting: Callable[[int], tuple[Head, int]]) -> None:

@@ -6,6 +6,7 @@ docs/cluster.md tells what is promised; here it is seen. Root and iproute2 are n
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import Launch
+from launches import ROOT, Launch
 from namespaces import Hosts, lacking
 
+from segue.config import load_config
 from segue.rundir import read_jsonl
 
 FIRST_STEP_SECONDS = 90.0
@@ -23,6 +25,22 @@ CUT_SECONDS = 30.0
 QUICKSTART_SECONDS = 600.0
 PORT = 29411
 APART = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[2]}"
+
+NODE = """
+import sys, time, urllib.request
+from segue.metrics.samples import read_exposition, total
+names = ("segue_decode_tokens_total", "segue_discarded_tokens_total", "segue_leases_lost_total", "segue_episodes_running")
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+while True:
+    now = time.monotonic()
+    try:
+        scrape = {"rollout-0": read_exposition(opener.open(f"http://{sys.argv[1]}/metrics", timeout=5.0).read().decode())}
+    except OSError:
+        break
+    print(now, *(total(scrape, "rollout", name) for name in names), flush=True)
+    time.sleep(0.05)
+"""
+"""Reads the rollout node's counters on its own host, where they can be read also while nobody else reaches it."""
 
 pytestmark = [pytest.mark.processes, pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
@@ -38,6 +56,21 @@ def launch(hosts: Hosts, folder: Path, *words: str, ranks: tuple[int, ...] = (0,
     call = ["./launch.sh", *words, "--run", str(folder / "run")]
     shared = {"HEAD_ADDR": hosts.address(0), "HEAD_PORT": str(PORT), "NUM_NODES": "3", "SEGUE_TOKEN": "words that all know"} | env
     return [Launch(hosts.command(rank, *call), folder / f"host-{rank}.txt", shared | {"NODE_RANK": str(rank)}) for rank in ranks]
+
+
+def assert_little_was_lost(read: list[list[float]], cut: float, mended: float) -> None:
+    """What the node had sampled and the scheduler did not have when the node's own clock ended its leases, counted by the node.
+
+    A turn is a delta, and the next turn needs the env pool, which is out of reach: of each episode that is at most the turn whose
+    delta was not acknowledged yet, and the one under way. `read` is what `NODE` printed; one machine has one monotonic clock.
+    """
+    before = [line for line in read if line[0] <= cut][-1]
+    last = [line for line in read if cut < line[0] < mended][-1]
+    assert last[3] > before[3] and last[4] == 0, "it did not give its leases up while it was cut off"
+    lost, running = last[2] - before[2], before[4]
+    turn = load_config(ROOT / "configs" / "smoke.toml", []).rollout.max_turn_tokens
+    print(f"{lost:.0f} of {before[1]:.0f} sampled tokens were lost, of {running:.0f} episodes")
+    assert lost <= 2 * turn * running
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -71,14 +104,21 @@ def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: 
         assert where["learner-0"] == where["scheduler-0"] == hosts.address(0)
         assert where["rollout-0"] == hosts.address(1)
         assert where["envpool-0"] == hosts.address(2)
+        watch = hosts.command(1, sys.executable, "-c", NODE, targets["rollout-0"])
+        node = stack.enter_context(Launch(watch, tmp_path / "node.txt"))
+        node.line(r"^\d", 30.0)
         head.line(r"^step +4/", 60.0)
+        cut = time.monotonic()
         hosts.cut(1)
         time.sleep(CUT_SECONDS)  # the promise is about this long an absence
+        mended = time.monotonic()
         hosts.mend(1)
+        head.line(r"^warning: rollout-0 was fenced \(\w+\): its episodes go on elsewhere from their last deltas", 60.0)
         assert head.wait(240.0) == 0, head.fail("it failed")
         assert [member.wait(30.0) for member in members] == [0, 0]
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(steps))
     assert first < FIRST_STEP_SECONDS
+    assert_little_was_lost([[float(word) for word in line.split()] for line in node.text.splitlines()], cut, mended)
     assert summary(tmp_path)["steps"] == steps
     assert all(hosts.pids(host) == [] for host in range(3)), "something is left behind"

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from launches import ROOT, SCRUB
+from launches import ROOT, SCRUB, Launch
 from slurm import Slurm, lacking
 
-from segue.rundir import read_jsonl
+from segue.rundir import RunDir, read_jsonl
 
 JOB_SECONDS = 240.0
 
@@ -47,6 +48,27 @@ def test_one_call_trains_on_all_nodes_of_the_job(slurm: Slurm, tmp_path: Path) -
     assert json.loads((run / "summary.json").read_text())["steps"] == 6
     assert "host 1" in said
     assert (run / "logs" / "host-1.log").exists()
+
+
+@pytest.mark.parametrize(("nodes", "how"), [(1, ()), (2, ("--signal=TERM",))], ids=["one node", "two nodes"])
+def test_scancel_stops_in_order(slurm: Slurm, tmp_path: Path, nodes: int, how: tuple[str, ...]) -> None:
+    """SLURM signals every process it knows; a checkpoint is written all the same, and the run can go on."""
+    run, out = tmp_path / "run", tmp_path / "job.txt"
+    out.touch()
+    apart = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[1]}"
+    words = ["configs/smoke.toml", "--run", str(run), "--set", "steps=100000", "--set", "eval.tasks=0"]
+    words += ["--set", "checkpoint.every=1000", *(("--set", apart) if nodes > 1 else ())]
+    command = ["sbatch", "--wait", f"--nodes={nodes}", f"--output={out}", "launch.sh", *words]
+    with ExitStack() as stack:
+        job = stack.enter_context(Launch(command, tmp_path / "sbatch.txt", slurm.env))
+        said = stack.enter_context(Launch(["tail", "-n", "+1", "-F", str(out)], tmp_path / "said.txt"))
+        number = job.line(r"^Submitted batch job (\d+)", 30.0)[1]
+        said.line(r"^step +2/", JOB_SECONDS)
+        assert slurm.call("scancel", *how, number).returncode == 0
+        code = job.wait(JOB_SECONDS)
+        stopped = said.line(r"^Stopped at step (\d+) of 100000; the newest checkpoint is", 30.0)
+    assert code == 143 or not how, said.text  # of a job that is cancelled SLURM tells otherwise
+    assert RunDir.open(run).latest_checkpoint().step == int(stopped[1]) >= 2
 
 
 def test_the_jobs_exit_code_is_the_runs(slurm: Slurm, tmp_path: Path) -> None:

@@ -195,6 +195,23 @@ def test_an_interrupt_is_passed_on_and_the_second_ends_at_once(prepared: Prepare
     assert under_watch(prepared, script, monkeypatch, f"os.kill({os.getpid()}, signal.SIGINT); time.sleep(600)") == 130
 
 
+def test_sigterm_may_come_twice(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM sends it when the time of a job is over and again when it ends the job; the checkpoint is written all the same."""
+    script = f"""
+    passed_on = []
+    signal.signal(signal.SIGINT, lambda *_: passed_on.append(1))
+    report(started=True)
+    time.sleep(0.1)
+    os.kill({os.getpid()}, signal.SIGTERM)
+    while not passed_on: time.sleep(0.01)
+    os.kill({os.getpid()}, signal.SIGTERM)
+    report(stopping=True)
+    time.sleep(0.1)
+    """
+    with pytest.raises(RunFailed, match="What came of it"):
+        under_watch(prepared, script, monkeypatch, RESULT % (1, "disk", "What came of it."))
+
+
 def test_a_stop_that_fails_after_an_interrupt_says_so(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"""
     signal.signal(signal.SIGINT, lambda *_: None)

@@ -1,4 +1,7 @@
-"""Ctrl-C: a clean stop with a checkpoint and exit code 130, at any moment; a second one ends at once. Then the run goes on."""
+"""Ctrl-C: a clean stop with a checkpoint and exit code 130, at any moment; a second one ends at once. Then the run goes on.
+
+So is SIGTERM (143), also where a batch system sends it to every process of the run at once.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ STOPPING = r"^Stopping: the learner finishes its step and writes a checkpoint"
 
 @pytest.fixture(scope="module")
 def interrupted(smoke: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    """A run with a step every checkpoint would miss, stopped after its third step or a little later; top.txt beside it is what
-    `segue top` showed of it before."""
+    """A run with a step every checkpoint would miss, all of whose processes get SIGTERM after its third step or a little later,
+    as `scancel` does it; top.txt beside it is what `segue top` showed of it before."""
     run = tmp_path_factory.mktemp("interrupted") / "run"
     with Command("train", smoke, "--run", run, *LONG, "--set", "checkpoint.every=1000", "--set", "eval.tasks=4") as command:
         command.steps(3)
         told = segue("top", run, "--once", "--interval", "0.2")
         assert (told.wait(), told.err) == (0, []), told.tails()
         (run.parent / "top.txt").write_text("\n".join(told.out))
-        command.signal(signal.SIGINT)
+        command.signal_all(signal.SIGTERM)
         command.wait(END_SECONDS)
         command.assert_nothing_left()
         yield command
@@ -44,9 +47,23 @@ def test_top_showed_it_live(interrupted: Command) -> None:
     assert "does not answer" not in shown and "no sign of life" not in shown
 
 
-def test_ctrl_c_stops_in_order_and_keeps_a_checkpoint(interrupted: Command) -> None:
+def test_sigterm_to_every_process_stops_in_order_and_keeps_a_checkpoint(interrupted: Command) -> None:
+    assert interrupted.wait() == 128 + signal.SIGTERM, interrupted.tails()
+    assert_stopped_in_order(interrupted)
+
+
+@pytest.mark.full
+def test_ctrl_c_stops_in_order_and_keeps_a_checkpoint(smoke: Path, tmp_path: Path) -> None:
+    with Command("train", smoke, "--run", tmp_path / "run", *LONG, "--set", "checkpoint.every=1000") as command:
+        command.steps(3)
+        command.signal(signal.SIGINT)
+        assert command.wait(END_SECONDS) == 130, command.tails()
+        command.assert_nothing_left()
+        assert_stopped_in_order(command)
+
+
+def assert_stopped_in_order(interrupted: Command) -> None:
     run = interrupted.run
-    assert interrupted.wait() == 130, interrupted.tails()
     assert interrupted.err == []
     assert any(re.match(STOPPING, line) for line in interrupted.out)
     assert not (run / "summary.json").exists()
@@ -144,23 +161,22 @@ def test_ctrl_c_while_the_roles_start(smoke: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_during_an_evaluation(smoke: Path, tmp_path: Path) -> None:
-    """SIGTERM, as a batch system sends it, is the same but for the exit code."""
     run = tmp_path / "run"
     with Command("train", smoke, "--run", run, *LONG, "--set", "eval.tasks=2000") as command:
         command.line(r"^evaluating")
-        command.signal(signal.SIGTERM)
-        assert command.wait(END_SECONDS) == 128 + signal.SIGTERM, command.tails()
+        command.signal(signal.SIGINT)
+        assert command.wait(END_SECONDS) == 130, command.tails()
         assert command.err == []
         command.assert_nothing_left()
     assert not list((run / "metrics" / "targets").iterdir())
 
 
-def test_ctrl_c_in_serial_mode(smoke: Path, tmp_path: Path) -> None:
+def test_sigterm_to_every_process_in_serial_mode(smoke: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Command("train", smoke, "--run", run, *LONG, "--set", "checkpoint.every=1000", "--serial") as command:
         command.steps(2)
-        command.signal(signal.SIGINT)
-        assert command.wait(END_SECONDS) == 130, command.tails()
+        command.signal_all(signal.SIGTERM)
+        assert command.wait(END_SECONDS) == 128 + signal.SIGTERM, command.tails()
         assert command.err == []
         command.assert_nothing_left()
     saved = RunDir.open(run).latest_checkpoint().step

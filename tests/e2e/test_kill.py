@@ -6,13 +6,14 @@ Never a hang, never exit code 0 otherwise, and no process left behind (F51, F60,
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from e2e_run import END_SECONDS, LONG, START_SECONDS, Command, assert_whole, kill, lines_of, segue, summary_of
+from e2e_run import END_SECONDS, LONG, START_SECONDS, Command, assert_whole, fetch, kill, lines_of, segue, summary_of
 
 from segue.rundir import RunDir
 
@@ -72,6 +73,27 @@ def test_a_rollout_node_is_replaced_and_its_episodes_go_on(smoke: Path, tmp_path
         command.line(rf"^{last} died; starting it again", END_SECONDS)
         command.steps(steps, START_SECONDS)
         assert command.role_pid(last) != node
+        assert command.wait(END_SECONDS) == 0, command.tails()
+        command.assert_nothing_left()
+    assert_whole(run, steps)
+    assert summary_of(run)["episodes"]["failed"] == {}
+
+
+@pytest.mark.full
+def test_two_rollout_nodes_that_die_together_are_both_replaced(smoke: Path, tmp_path: Path) -> None:
+    """Their restarts overlap: each must find the other, and the learner's transfers both of them."""
+    run, steps = tmp_path / "run", 24
+    with running(smoke, run, "--set", f"steps={steps}", "--set", "rollout.nodes=2", after=1) as command:
+        nodes = {name: command.role_pid(name) for name in ("rollout-0", "rollout-1")}
+        for pid in nodes.values():
+            kill(pid)
+        for name in nodes:
+            command.line(rf"^{name} died; starting it again", END_SECONDS)
+        command.steps(steps // 2, START_SECONDS)
+        assert all(command.role_pid(name) != pid for name, pid in nodes.items())
+        for name in nodes:
+            told = fetch(command.targets()[name], "/metrics")[2]
+            assert re.search(r'^segue_process_restarts_total\{.*reason="died".*\} 1(\.0)?$', told, re.M), told
         assert command.wait(END_SECONDS) == 0, command.tails()
         command.assert_nothing_left()
     assert_whole(run, steps)

@@ -10,7 +10,8 @@ import pytest
 
 from segue.metrics import Metrics
 from segue.metrics.gpus import gpu_reader
-from segue.metrics.process import read_process
+from segue.metrics.process import read_process, read_starts
+from segue.metrics.vocabulary import RESTART_REASONS
 
 UUIDS = ("GPU-1", "GPU-2")
 
@@ -102,6 +103,15 @@ def test_without_nvml_one_sentence_is_said(
 def test_a_gpu_that_nvml_does_not_know_is_one_sentence(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
     assert gpu_reader(("GPU-9",)) is None
     assert len(caplog.records) == 1 and "Not Found" in caplog.text
+
+
+def test_why_a_process_was_started_again_is_told_by_the_one_that_was() -> None:
+    metrics = Metrics("rollout")
+    metrics.attach_reader(lambda: read_starts(4, {"silent": 2, "host_lost": 1}))
+    samples = metrics.snapshot()
+    assert samples["segue_process_starts"] == 4
+    told = {reason: samples[f'segue_process_restarts_total{{reason="{reason}"}}'] for reason in RESTART_REASONS}
+    assert told == {"died": 0, "silent": 2, "engine": 0, "host_lost": 1}
 
 
 def test_this_process_is_read_from_the_kernel() -> None:

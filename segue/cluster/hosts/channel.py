@@ -12,7 +12,9 @@ Threads and blocking sockets, because the processes that hold these wait for oth
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import socket
 import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -42,6 +44,8 @@ class Channel(Generic[In, Out]):
         self._sends: type[Out] = sends
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._heard = threading.Condition()
+        self._times = 0
         self.why = ""
         self.inbox: queue.Queue[In | None] = queue.Queue()
         for work, of in ((self._read, "read"), (self._beat, "beat")):
@@ -59,9 +63,18 @@ class Channel(Generic[In, Out]):
         except (OSError, ValueError):
             self._end("the connection broke")
 
-    def close(self) -> None:
+    def speaks(self, seconds: float) -> bool:
+        """Whether the other end says anything, if only a beat, within `seconds` from now and before the channel is over."""
+        with self._heard:
+            before = self._times
+            self._heard.wait_for(lambda: self._times > before or self.over, seconds)
+            return self._times > before and not self.over
+
+    def close(self, why: str = "closed") -> None:
         """End both threads. What was sent is on its way."""
-        self._end("closed")
+        self._end(why)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closing the file under it does not
         with contextlib.suppress(OSError):
             self._connection.close()
 
@@ -71,6 +84,9 @@ class Channel(Generic[In, Out]):
                 if not self._connection.poll(SILENCE_SECONDS):
                     return self._end(f"nothing came for {SILENCE_SECONDS:g} s")
                 said = wire.decode(self._connection.recv_bytes(1 << 20), self._receives)
+                with self._heard:
+                    self._times += 1
+                    self._heard.notify_all()
                 if not isinstance(said.message, Beat):
                     self.inbox.put(said)
         except WireError as error:
@@ -88,6 +104,8 @@ class Channel(Generic[In, Out]):
         if not self._over.is_set():
             self.why = why
             self._over.set()
+            with self._heard:
+                self._heard.notify_all()
 
 
 __all__ = ["AuthenticationError", "Channel", "prove"]

@@ -22,11 +22,27 @@ import msgspec
 
 from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
 from segue.cluster.hosts.facts import differences
-from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, HostFacts, Join, Left, MemberSays, Refused
+from segue.cluster.hosts.messages import (
+    BEAT_SECONDS,
+    Check,
+    Checked,
+    End,
+    HeadSays,
+    Hello,
+    HostFacts,
+    Join,
+    Left,
+    MemberSays,
+    Refused,
+)
 from segue.errors import RunFailed, UserError
 
 CHECK_SECONDS = 60.0
 PROOF_SECONDS = 10.0
+LIFE_SECONDS = 3 * BEAT_SECONDS
+"""A host whose number another one claims has so long to give a sign of life; else the other takes its place."""
+ACCEPT_AGAIN_SECONDS = 1.0
+"""After an `accept` that failed: what it lacks, say files that may be open, does not come back sooner."""
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +50,7 @@ _Channel = Channel[MemberSays, HeadSays]
 
 
 class _Member:
-    """A host that has said who it is."""
+    """A host that has said who it is. `late`: after the hosts of the run were gathered; it never ends the run."""
 
     def __init__(self, facts: HostFacts, channel: _Channel) -> None:
         self.facts = facts
@@ -57,6 +73,7 @@ class Head:
         self._members: dict[int, _Member] = {}
         self._strangers: list[str] = []
         self._engine = ""
+        self._gathered = False
         self._refusal = ""
         self._check: Check | None = None
         self._join: Join | None = None
@@ -83,6 +100,7 @@ class Head:
             self._say(f"waiting for {self._count - 1} more of {self._count} hosts at {self._mine.address}:{self._port}")
         with self._changed:
             came = self._changed.wait_for(lambda: len(self._members) >= self._count - 1, seconds)
+            self._gathered = True
             hosts = [self._mine, *(member.facts for _, member in sorted(self._members.items()))]
         if not came:
             raise RunFailed("start", self._who_is_missing(hosts, seconds))
@@ -94,7 +112,7 @@ class Head:
         """Have every member look at the shared files and its ports. Raises `UserError` for the first that will not do."""
         with self._changed:
             self._check = check
-            members = sorted(self._members.items())
+            members = sorted((rank, member) for rank, member in self._members.items() if not member.late)
         for _, member in members:
             member.say(check)
         with self._changed:
@@ -129,7 +147,10 @@ class Head:
             self._join = join
             members = list(self._members.values())
         for member in members:
-            member.say(join)
+            if member.late:
+                self._ask_late(member)
+            else:
+                member.say(join)
 
     def turn_away(self, sentence: str, seconds: float) -> None:
         """There will be no run: say so to every host that is here or comes within `seconds`, and end."""
@@ -144,6 +165,7 @@ class Head:
         """Tell all members that the run is over, and with which exit code."""
         with self._changed:
             self._closing = True
+            self._changed.notify_all()
             members = list(self._members.values())
         for member in members:
             member.say(End(code))
@@ -154,13 +176,19 @@ class Head:
     # --- threads --------------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
+        failed = False
         while True:
             try:
                 connection = self._listener.accept()
-            except (OSError, EOFError):
-                if self._closing:
-                    return
+            except (OSError, EOFError) as error:
+                if not (failed or self._closing):
+                    log.warning("no host can be let in (%s); trying again every %g s", error, ACCEPT_AGAIN_SECONDS)
+                failed = True
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._closing, ACCEPT_AGAIN_SECONDS):
+                        return
                 continue
+            failed = False
             threading.Thread(target=self._meet, args=(connection,), name="host", daemon=True).start()
 
     def _meet(self, connection: Connection) -> None:
@@ -197,25 +225,44 @@ class Head:
         self._serve(member)
 
     def _take_in(self, member: _Member) -> str:
-        """Make it one of ours; or say why not."""
+        """Make it one of ours; or say why not.
+
+        A host that was cut off and has called anew finds its number taken by a connection that nobody has ended yet. Who has it
+        keeps it if it still speaks.
+        """
         facts = member.facts
-        with self._changed:
-            before = self._members.get(facts.rank)
-            if facts.rank == 0 or (before is not None and not before.channel.over):
-                return f"NODE_RANK={facts.rank} is taken, and {facts.name} says so too: give every host a number of its own."
-            if self._join is not None and (sentence := differences([self._mine, facts], self._engine)):
-                return sentence
-            self._members[facts.rank] = member
-            check, join = self._check, self._join
-            if self._refusal:
-                member.say(Refused(self._refusal))
-            self._changed.notify_all()
-        if join is not None:
-            assert check is not None
-            self._say(f"host {facts.rank} ({facts.name}) has come")
-            member.late = True  # what only the start's check needed is gone; it may join when it has seen the rest
-            member.say(msgspec.structs.replace(check, files={path: words for path, words in check.files.items() if not words}))
+        taken = f"NODE_RANK={facts.rank} is taken, and {facts.name} says so too: give every host a number of its own."
+        if facts.rank == 0:
+            return taken
+        while True:
+            with self._changed:
+                before = self._members.get(facts.rank)
+                if before is None or before.channel.over:
+                    return self._enter(member)
+            if before.channel.speaks(LIFE_SECONDS):
+                return taken
+            before.channel.close(f"it said nothing for {LIFE_SECONDS:g} s, and {facts.name} has come in its place")
+
+    def _enter(self, member: _Member) -> str:
+        """Under the lock: the number is free. Why it is refused, or ""."""
+        facts = member.facts
+        member.late = self._gathered
+        if member.late and (sentence := differences([self._mine, facts], self._engine)):
+            return sentence
+        self._members[facts.rank] = member
+        if self._refusal:
+            member.say(Refused(self._refusal))
+        self._changed.notify_all()
+        if self._join is not None:
+            self._ask_late(member)
         return ""
+
+    def _ask_late(self, member: _Member) -> None:
+        """It may join when it has seen what it must; what only the start's check needed is gone."""
+        check = self._check
+        assert check is not None
+        self._say(f"host {member.facts.rank} ({member.facts.name}) has come")
+        member.say(msgspec.structs.replace(check, files={path: words for path, words in check.files.items() if not words}))
 
     def _serve(self, member: _Member) -> None:
         who = f"host {member.facts.rank} ({member.facts.name})"

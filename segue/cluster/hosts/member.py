@@ -28,7 +28,7 @@ from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
 from segue.cluster.hosts.facts import address_towards, facts_here
 from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, Join, Left, MemberSays, Refused
 from segue.cluster.ports import free_ports
-from segue.cluster.processes import adopt_orphans, describe_exit, end_family
+from segue.cluster.processes import adopt_orphans, describe_exit, end_family, sigterm_blocked
 from segue.errors import RunFailed, UserError
 from segue.rundir import write_atomic
 
@@ -59,7 +59,7 @@ def join(head: str, port: int, rank: int, address: str, token: str, seconds: flo
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)  # this is the end already, and it must be whole
-            end_family(grace_seconds=member.grace)
+            end_family(grace_seconds=0.0)  # what runs here hears no SIGTERM
             channel.close()
 
 
@@ -105,7 +105,6 @@ class _Member:
         self._starts = 0
         self._signals: list[int] = []
         self._leave_at = float("inf")
-        self.grace = 0.0
 
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -126,7 +125,6 @@ class _Member:
                     self._channel.send(MemberSays(checked(check, self._address)))
                 case Join() as join:
                     self._join = join
-                    self.grace = 2.0
                     self._start_ray()
                 case Refused(sentence):
                     raise UserError(sentence)
@@ -137,11 +135,12 @@ class _Member:
                     raise AssertionError(f"what is this for? {other}")
 
     def _look_at_signals(self) -> int | None:
-        """SIGINT: this host leaves at once. SIGTERM (the job ends): the head stops in order first, if it was told too."""
+        """SIGINT: this host leaves at once. SIGTERM (the job ends; SLURM may say so twice): the head stops in order first,
+        if it was told too."""
         if not self._signals:
             return None
         first = self._signals[0]
-        if first == signal.SIGTERM and len(self._signals) == 1:
+        if all(number == signal.SIGTERM for number in self._signals):
             if self._leave_at == float("inf"):
                 self._leave_at = time.monotonic() + (self._join.stop_seconds if self._join else 0.0)
             if time.monotonic() < self._leave_at:
@@ -177,7 +176,8 @@ class _Member:
         environment.setdefault("RAY_worker_maximum_startup_concurrency", str(os.cpu_count() or 1))  # as on host 0
         for name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
             environment.pop(name, None)
-        with open(Path(join.logs) / f"host-{self._rank}.log", "ab") as log:
+        # A batch system that ends the job signals Ray's processes too: they are to last until the head has stopped in order.
+        with open(Path(join.logs) / f"host-{self._rank}.log", "ab") as log, sigterm_blocked():
             self._ray = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
             )

@@ -249,6 +249,12 @@ _PROCESSES = Row(
             (Query(over("max", "segue_process_starts", "role", "rank"), "{{run}} {{role}}-{{rank}}"),),
         ),
         Panel(
+            "Starts in the place of another",
+            "What took the process before: it died, was silent, its engine failed, or its host was lost.",
+            "count",
+            (Query(over("sum", "segue_process_restarts_total", "role", "reason"), "{{run}} {{role}} {{reason}}"),),
+        ),
+        Panel(
             "Age of the last sign of life",
             "Its loop beats once a second; over a minute an alert fires.",
             "seconds",
