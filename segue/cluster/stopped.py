@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from segue.config import Config
+from segue.files import read_jsonl
 from segue.report.read import read_report
 from segue.report.table import print_summary
-from segue.rundir import RunDir, read_jsonl
+from segue.rundir import RunDir
 
 
 def go_on_command(config_path: Path, run: Path, overrides: list[str], serial: bool) -> str:

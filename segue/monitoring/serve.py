@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import IO
 
 from segue.errors import RunFailed, UserError
+from segue.files import write_atomic
 from segue.monitoring.binaries import HOW_TO_GET, find
 from segue.monitoring.generate import rule_files
 from segue.monitoring.prometheus import RAY_TARGETS, prometheus_config
 from segue.monitoring.yaml_text import yaml_text
-from segue.rundir import RunDir, write_atomic
+from segue.rundir import RunDir
 
 START_SECONDS, STOP_SECONDS, LOOK_SECONDS = 60.0, 30.0, 0.1
 HOST = "127.0.0.1"

@@ -10,12 +10,13 @@ from typing import Any
 
 from segue.config import Config, load_config
 from segue.errors import RunFailed, UserError
+from segue.files import read_jsonl, write_atomic
 from segue.report.curves import SMOOTHING, Chart, charts
 from segue.report.page_style import STYLE
 from segue.report.read import age_bound, condition_of, read_report, recorded_evals
 from segue.report.svg import svg
 from segue.report.table import rows
-from segue.rundir import ATTEMPTS, RunDir, read_jsonl, write_atomic
+from segue.rundir import ATTEMPTS, RunDir
 
 HEAD = """<!DOCTYPE html>
 <html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width'>

@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from segue.config import Config, load_config
 from segue.errors import UserError
+from segue.files import read_jsonl
 from segue.report.summary import partial_summary
-from segue.rundir import RunDir, read_jsonl
+from segue.rundir import RunDir
 
 
 def read_report(path: Path) -> tuple[dict[str, Any], str]:

@@ -18,10 +18,11 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from segue.config import load_config
+from segue.files import read_jsonl
 from segue.metrics.scrape import Scraper
 from segue.monitoring.firing import alerts_of
 from segue.report.read import age_bound, condition_of, read_report
-from segue.rundir import RunDir, read_jsonl
+from segue.rundir import RunDir
 from segue.top.draw import draw
 from segue.top.model import Look, live, past
 from segue.top.steps_seen import StepsSeen

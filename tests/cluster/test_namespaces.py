@@ -16,7 +16,7 @@ import pytest
 from launches import Launch
 from namespaces import Hosts, lacking
 
-from segue.rundir import read_jsonl
+from segue.files import read_jsonl
 
 FIRST_STEP_SECONDS = 90.0
 CUT_SECONDS = 30.0

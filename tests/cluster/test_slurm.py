@@ -12,7 +12,7 @@ import pytest
 from launches import ROOT, SCRUB
 from slurm import Slurm, lacking
 
-from segue.rundir import read_jsonl
+from segue.files import read_jsonl
 
 JOB_SECONDS = 240.0
 

@@ -26,7 +26,8 @@ import psutil
 import pytest
 
 from segue.cluster.processes import adopt_orphans
-from segue.rundir import RunDir, read_jsonl
+from segue.files import read_jsonl
+from segue.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0

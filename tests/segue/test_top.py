@@ -26,12 +26,13 @@ from typer.testing import CliRunner
 from segue.cli import app
 from segue.config import to_toml
 from segue.errors import UserError
+from segue.files import JsonLines, write_atomic, write_json
 from segue.metrics.exporter import Exporter
 from segue.metrics.heartbeat import Heartbeat
 from segue.metrics.scrape import Scraper, Target, targets
 from segue.monitoring.firing import Firing, alerts_of, read_alerts
 from segue.monitoring.serve import address_file
-from segue.rundir import JsonLines, RunDir, write_atomic, write_json
+from segue.rundir import RunDir
 from segue.top.draw import bar, draw, figures
 from segue.top.model import Look, Process, live
 from segue.top.shell import top
