@@ -69,11 +69,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSON-lines file; a torn last line (no newline, after a crash) is left out, a missing file empty."""
+    """The complete lines of a JSON-lines file; a torn last line (no newline, after a crash) is left out, a missing file empty.
+
+    Raises `UserError` for a file that cannot be read, and a line that is no object."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): make it a file that can be.") from None
     lines: list[dict[str, Any]] = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         try:

@@ -28,6 +28,10 @@ class Clock(Protocol):
 
     def current(self) -> dict[str, int]: ...
 
+    def changes(self) -> int:
+        """How often something changed its state: what the clock cost, counted."""
+        ...
+
 
 class _Ledger:
     """Nanoseconds per state, where `occupied[state]` things spend time in each at once."""
@@ -39,6 +43,7 @@ class _Ledger:
         self._spent = dict.fromkeys(states, 0)
         self._occupied = dict.fromkeys(states, 0) | occupied
         self._last = self._read()
+        self.changes = 0
         self.lock = threading.Lock()
 
     def _read(self) -> int:
@@ -68,6 +73,7 @@ class _Ledger:
         self.charge()
         occupied[source] -= 1
         occupied[target] += 1
+        self.changes += 1
 
     def nanoseconds(self) -> dict[str, int]:
         with self.lock:
@@ -122,6 +128,9 @@ class StateClock:
 
     def current(self) -> dict[str, int]:
         return self._ledger.current()
+
+    def changes(self) -> int:
+        return self._ledger.changes
 
 
 class _InState:
@@ -203,6 +212,9 @@ class ActivityClock:
     def current(self) -> dict[str, int]:
         return self._clock.current()
 
+    def changes(self) -> int:
+        return self._clock.changes()
+
 
 class _Doing:
     """One block of `ActivityClock.doing`."""
@@ -253,3 +265,6 @@ class SlotClock:
 
     def current(self) -> dict[str, int]:
         return self._ledger.current()
+
+    def changes(self) -> int:
+        return self._ledger.changes

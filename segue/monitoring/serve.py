@@ -10,13 +10,13 @@ import os
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from segue.errors import RunFailed, UserError
-from segue.files import write_atomic
+from segue.files import disk_errors, write_atomic
+from segue.metrics.scrape import get
 from segue.monitoring.binaries import HOW_TO_GET, find
 from segue.monitoring.generate import rule_files
 from segue.monitoring.prometheus import RAY_TARGETS, prometheus_config
@@ -42,8 +42,11 @@ def monitor(
     check_port(port)
     folder = folder_of(run)
     log = run.log_of("prometheus")
-    write_files(run, folder, interval)
-    with open(log, "ab") as output:
+    with disk_errors(folder):
+        write_files(run, folder, interval)
+        log.parent.mkdir(exist_ok=True)
+        output = open(log, "ab")  # noqa: SIM115 - closed below
+    with output:
         process = start(program, folder, port, output, tie)
     try:
         until_ready(process, port, log)
@@ -116,7 +119,8 @@ def until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     """Wait until it answers. Raises `RunFailed` if it ends first or takes over `START_SECONDS`."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{port}/-/ready", timeout=5.0):
+        with contextlib.suppress(OSError):
+            get(f"http://{HOST}:{port}/-/ready", well=True)  # 503 while it starts
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=LOOK_SECONDS)

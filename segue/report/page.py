@@ -14,6 +14,7 @@ from segue.files import read_jsonl, write_atomic
 from segue.report.curves import SMOOTHING, Chart, charts
 from segue.report.page_style import STYLE
 from segue.report.read import age_bound, condition_of, read_report, recorded_evals
+from segue.report.steps import read_steps
 from segue.report.svg import svg
 from segue.report.table import rows
 from segue.rundir import ATTEMPTS, RunDir
@@ -45,7 +46,7 @@ def write_page(path: Path, file: Path | None = None, now: datetime | None = None
 def page_of(run: RunDir, now: datetime) -> str:
     """The page of a run as its directory is now."""
     config = load_config(run.config)
-    lines = read_jsonl(run.metrics)
+    lines = read_steps(run.metrics)
     summary, _ = read_report(run.path)
     condition = condition_of(run, config, len({line["step"] for line in lines}))
     made, missing = charts(lines, age_bound(run, config), recorded_evals(run))

@@ -76,6 +76,21 @@ _WAITING = Row(
             (Query(select("role:segue_other:ratio_rate5m"), "{{run}} {{role}}"),),
         ),
         Panel(
+            "Time that the states account for",
+            "Seconds in all states over elapsed time (times slots), by another clock: 1, or the state clock errs.",
+            "ratio",
+            (
+                Query(
+                    share(
+                        rate("segue_worker_state_seconds_total", "role", "rank"),
+                        f"{over('sum', 'segue_worker_state', 'role', 'rank')}\n"
+                        f"* {rate('segue_worker_elapsed_seconds_total', 'role', 'rank')}",
+                    ),
+                    "{{run}} {{role}}-{{rank}}",
+                ),
+            ),
+        ),
+        Panel(
             "Scheduler's time by state",
             "dispatch: handles messages; wait_capacity: groups may not begin, or nodes are full; wait_prompts: no task is ready.",
             "ratio",
