@@ -5,6 +5,8 @@ from __future__ import annotations
 from segue.monitoring.panels import Dashboard, Panel, Query, Row
 from segue.monitoring.query import increase, over, quantile, rate, select, share
 
+_FIRING = 'alertstate="firing", alertname=~"Segue.+"'
+
 _LEARNING = Row(
     "Learning",
     (
@@ -43,7 +45,7 @@ _LEARNING = Row(
             "Firing alerts",
             "Alerts of monitoring/prometheus/alerts.yml that fire now; docs/runbook.md says what to do.",
             "count",
-            (Query('sum by (alertname) (ALERTS{alertstate="firing", alertname=~"Segue.+"}) or vector(0)', "{{alertname}}"),),
+            (Query(f"{over('sum', 'ALERTS', 'alertname', where=_FIRING)} or vector(0)", "{{run}} {{alertname}}"),),
             "stat",
         ),
         Panel(
