@@ -11,10 +11,14 @@ from exported_run import write_run
 from typer.testing import CliRunner
 
 from segue.cli import app
+from segue.monitoring.firing import alerts_of, read_alerts
+from segue.monitoring.serve import address_file
 from segue.report.steps import is_step
 from segue.rundir import RunDir
 
 COMMANDS = (("top",), ("top", "--once"), ("report",), ("report", "--json"), ("report", "--html"))
+LINES = COMMANDS[:2] + COMMANDS[4:]
+"""Those that read config and metrics.jsonl also where there is a summary."""
 
 
 def called(command: tuple[str, ...], run: Path) -> tuple[int, str, str]:
@@ -73,7 +77,7 @@ def test_what_is_torn_or_missing_costs_no_more_than_its_figures(what: str, done:
     TOLERATED[what](run)
     for command in COMMANDS:
         code, out, err = called(command, run.path)
-        assert (code, err.count("\n")) == (0, 0 if done or command in COMMANDS[:2] + COMMANDS[4:] else 1), (command, err)
+        assert (code, err.count("\n")) == (0, 0 if done or command in LINES else 1), (command, err)
         assert out
 
 
@@ -89,21 +93,21 @@ REFUSED: dict[str, tuple[Callable[[RunDir], None], tuple[tuple[str, ...], ...], 
     ),
     "a summary that is a list": (told("summary.json", "[]"), COMMANDS, "summary.json holds no figures"),
     "no config": (lambda run: run.config.unlink(), COMMANDS, "is no run directory (it holds no config.toml)"),
-    "half a config": (told("config.toml", "steps = "), COMMANDS[:2] + COMMANDS[4:], "config.toml is not valid TOML"),
-    "an empty config": (told("config.toml", ""), COMMANDS[:2] + COMMANDS[4:], "config.toml"),
+    "half a config": (told("config.toml", "steps = "), LINES, "config.toml is not valid TOML"),
+    "an empty config": (told("config.toml", ""), LINES, "config.toml"),
     "a config of bytes": (
         lambda run: run.config.write_bytes(b"\xff\xfe\0"),
-        COMMANDS[:2] + COMMANDS[4:],
+        LINES,
         "config.toml is not valid TOML",
     ),
-    "a line in the middle is torn": (told("metrics.jsonl", STEP[:9] + "\n" + STEP + "\n"), COMMANDS[4:], "Line 1 of"),
-    "a line is no step": (told("metrics.jsonl", STEP + "\n{}\n"), COMMANDS[4:], "Line 2 of"),
+    "a line in the middle is torn": (told("metrics.jsonl", STEP[:9] + "\n" + STEP + "\n"), LINES, "Line 1 of"),
+    "a line is no step": (told("metrics.jsonl", STEP + "\n{}\n"), LINES, "Line 2 of"),
     "a line has other things in it": (
         told("metrics.jsonl", '{"step": 0, "ages": 5, "state_seconds": {"learner": "all"}}\n'),
-        COMMANDS[4:],
+        LINES,
         "is not the line of a step",
     ),
-    "metrics.jsonl is a folder": (folder("metrics.jsonl"), COMMANDS[4:], "metrics.jsonl cannot be read (Is a directory)"),
+    "metrics.jsonl is a folder": (folder("metrics.jsonl"), LINES, "metrics.jsonl cannot be read (Is a directory)"),
     "half of the evaluations": (lambda run: halved(run.evals), COMMANDS[4:], "evals.json cannot be read"),
     "evaluations of nothing": (told("evals.json", '{"before": 3}'), COMMANDS[4:], "evals.json holds no evaluations"),
     "an empty target": (told(TARGET, ""), COMMANDS[:2], "rollout-0.json cannot be read as a target"),
@@ -157,3 +161,15 @@ def test_a_line_is_a_steps_if_it_has_one_and_nothing_that_readers_trip_over() ->
     assert is_step({"step": 3}) and is_step({"step": 0, "ages": [], "state_seconds": None, "prefill_tokens": {"turn": 5}})
     for wrong in ({}, {"step": -1}, {"step": 1.5}, {"step": 0, "ages": [1, "2"]}, {"step": 0, "prefill_tokens": [1]}):
         assert not is_step(wrong), wrong
+
+
+def test_an_address_of_prometheus_that_is_none_is_told_as_not_known(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 1, 9)
+    address_file(run).parent.mkdir(parents=True)
+    for text in (b"", b"\xff\0", b"http://127.0.0.1:1", b"nonsense"):
+        address_file(run).write_bytes(text)
+        alerts, why = alerts_of(run)
+        assert alerts == [] and "does not answer" in why, text
+    for answer in ({}, {"data": []}, {"data": {"alerts": [[]]}}, {"data": {"alerts": [{"labels": []}]}}):
+        with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
+            read_alerts(answer, "run")
