@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from segue.errors import RunFailed, UserError
-from segue.files import disk_errors, write_atomic
+from segue.files import write_atomic
 from segue.metrics.scrape import get
 from segue.monitoring.binaries import HOW_TO_GET, find
 from segue.monitoring.generate import rule_files
@@ -33,7 +33,7 @@ def monitor(
     """Run Prometheus for the run in `path` on `port`, scraping every `interval` seconds, until it ends or is interrupted.
 
     `tie` is called in the new process with the number of this one: it ties the one's life to the other's. Raises `UserError`
-    where there is no such run, no Prometheus, or the port is taken; `RunFailed` where Prometheus ends of itself.
+    where there is no such run, no Prometheus, the port is taken, or the run directory cannot be written; `RunFailed` where Prometheus ends of itself.
     """
     run = RunDir.open(path)
     program = find("prometheus")
@@ -42,10 +42,14 @@ def monitor(
     check_port(port)
     folder = folder_of(run)
     log = run.log_of("prometheus")
-    with disk_errors(folder):
+    try:
         write_files(run, folder, interval)
         log.parent.mkdir(exist_ok=True)
         output = open(log, "ab")  # noqa: SIM115 - closed below
+    except RunFailed as error:
+        raise UserError(error.sentence.replace(" and go on with --resume", "")) from error
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written ({error.strerror}): make it a place that can be.") from None
     with output:
         process = start(program, folder, port, output, tie)
     try:
