@@ -33,7 +33,8 @@ def monitor(
     """Run Prometheus for the run in `path` on `port`, scraping every `interval` seconds, until it ends or is interrupted.
 
     `tie` is called in the new process with the number of this one: it ties the one's life to the other's. Raises `UserError`
-    where there is no such run, no Prometheus, the port is taken, or the run directory cannot be written; `RunFailed` where Prometheus ends of itself.
+    where there is no such run, no Prometheus, the port is taken, or the run directory cannot be written; `RunFailed`
+    where Prometheus ends of itself.
     """
     run = RunDir.open(path)
     program = find("prometheus")
