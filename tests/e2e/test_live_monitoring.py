@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from e2e_run import Command, fetch, segue
 
+from segue.metrics.catalogue import CATALOGUE
+from segue.metrics.samples import read_exposition, read_sample
 from segue.monitoring.binaries import HOW_TO_GET, find
 from segue.monitoring.boards import DASHBOARDS
 from segue.monitoring.panels import Panel
@@ -32,6 +34,21 @@ STEPS = 25
 """That Prometheus sees: some ten seconds."""
 WINDOW = "10s"
 """What Grafana would choose is four scrapes at least; a step of the smoke run takes a second or so."""
+TROUBLES = {
+    *("segue_messages_refused_total", "segue_rpc_failures_total", "segue_queue_spilled_bytes_total", "segue_leases_lost_total"),
+    *("segue_episodes_dropped_total", "segue_dropped_tokens_total", "segue_episodes_failed_total", "segue_episode_retries_total"),
+    *("segue_episodes_migrated_total", "segue_lease_expiries_total", "segue_nodes_fenced_total", "segue_tasks_quarantined_total"),
+    *("segue_discarded_tokens_total", "segue_engine_preemptions_total", "segue_engine_evictions_total"),
+    *("segue_env_timeouts_total", "segue_env_crashes_total", "segue_env_respawns_total", "segue_env_kills_total"),
+    *("segue_env_failures_total", "segue_env_failure_reasons_total", "segue_weight_sync_failures_total"),
+    *("segue_masked_tokens_total", "segue_clipped_tokens_ratio", "segue_weight_updates_coalesced_total"),
+}
+"""Metrics that nothing need ever add to in a healthy run."""
+MOMENTS = {
+    *("segue_queue_bytes", "segue_requests_running", "segue_reprefill_share_ratio", "segue_groups_zero_variance_total"),
+    *("segue_weight_sync_started_timestamp_seconds", "segue_gpu_assignment_info"),
+}
+"""Those that a healthy run of a few steps on a CPU may show as 0."""
 PANELS = [pytest.param(panel, id=f"{board.name}/{panel.title}") for board in DASHBOARDS for panel in board.panels]
 
 
@@ -91,6 +108,13 @@ def test_every_panel_shows_something(panel: Panel, seen: Seen) -> None:
     if panel.gpu:
         return  # it was asked all the same: Prometheus takes the expression
     assert all(full), [query.expr for query, has in zip(panel.queries, full, strict=True) if not has]
+
+
+def test_every_metric_counts_something(seen: Seen) -> None:
+    """A panel has data also where nobody writes its metric: all series are there from the start, as 0."""
+    samples = [(name, value) for text in seen.texts.values() for name, value in read_exposition(text).items() if value]
+    moved = {re.sub(r"_(bucket|sum|count)$", "", read_sample(name)[0]) for name, _ in samples}
+    assert {metric.name for metric in CATALOGUE.values() if not metric.read} - moved <= TROUBLES | MOMENTS
 
 
 def test_every_recording_rule_has_data_that_needs_no_gpu(seen: Seen) -> None:

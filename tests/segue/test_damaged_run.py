@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from exported_run import write_run
@@ -55,7 +56,7 @@ def folder(name: str) -> Callable[[RunDir], None]:
 
 
 TARGET = "metrics/targets/rollout-0.json"
-TOLERATED: dict[str, Callable[[RunDir], None]] = {
+TOLERATED: dict[str, Callable[[RunDir], object]] = {
     "the last line is torn": lambda run: halved(run.metrics),
     "a power cut left zeros": lambda run: run.metrics.write_bytes(run.metrics.read_bytes() + bytes(512)),
     "no line yet": told("metrics.jsonl", ""),
@@ -82,7 +83,7 @@ def test_what_is_torn_or_missing_costs_no_more_than_its_figures(what: str, done:
 
 
 STEP = '{"step": 0, "version": 0, "ages": [5]}'
-REFUSED: dict[str, tuple[Callable[[RunDir], None], tuple[tuple[str, ...], ...], str]] = {
+REFUSED: dict[str, tuple[Callable[[RunDir], object], tuple[tuple[str, ...], ...], str]] = {
     "half a summary": (lambda run: halved(run.summary), COMMANDS, "summary.json cannot be read"),
     "an empty summary": (told("summary.json", ""), COMMANDS, "summary.json cannot be read"),
     "a summary of nothing": (told("summary.json", "{}"), COMMANDS, "summary.json is no summary of this version"),
@@ -170,6 +171,7 @@ def test_an_address_of_prometheus_that_is_none_is_told_as_not_known(tmp_path: Pa
         address_file(run).write_bytes(text)
         alerts, why = alerts_of(run)
         assert alerts == [] and "does not answer" in why, text
-    for answer in ({}, {"data": []}, {"data": {"alerts": [[]]}}, {"data": {"alerts": [{"labels": []}]}}):
+    answers: list[dict[str, Any]] = [{}, {"data": []}, {"data": {"alerts": [[]]}}, {"data": {"alerts": [{"labels": []}]}}]
+    for answer in answers:
         with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
             read_alerts(answer, "run")

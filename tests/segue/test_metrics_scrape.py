@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from import_graph import modules
 
 from segue.metrics import Metrics
 from segue.metrics.exporter import Exporter
@@ -61,12 +60,6 @@ def test_a_proxy_of_the_environment_is_not_asked(refusing: Refusing, tmp_path: P
         assert [*Scraper(run, 5.0).ask()[0]] == ["scheduler-0"]
     assert refusing.asked == []
     run.unlock()
-
-
-def test_only_what_asks_directly_asks_at_all() -> None:
-    """`urllib.request.urlopen` would go through the proxy."""
-    asking = {name for name, module in modules().items() if any("urllib.request" in found.name for found in module.imports)}
-    assert asking == {"segue.metrics.scrape"}
 
 
 def test_an_answer_that_says_no_is_text_or_an_error_as_one_asks(refusing: Refusing) -> None:
