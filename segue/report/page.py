@@ -76,7 +76,7 @@ def facts(config: Config, attempts: Sequence[Mapping[str, Any]], now: datetime) 
     learner, group = config.learner, f"{config.batch.groups} groups × {config.group.size} episodes"
     yield "batch", f"{group}; {learner.advantage}, {learner.correction}, lr {learner.lr:g}"
     yield "rollout", f"{config.rollout.nodes} × {config.rollout.engine}, {config.rollout.slots} slots"
-    yield "learner", f"{config.learner.ranks} rank(s)"
+    yield "learner", f"{learner.ranks} rank{'s' * (learner.ranks > 1)}"
     yield "started", str(first.get("started", "not known")).replace("T", " ")
     if len(attempts) > 1:
         yield "attempts", str(len(attempts))
