@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from segue.metrics import Metrics
 from segue.metrics.exporter import Exporter
 from segue.metrics.heartbeat import Heartbeat
-from segue.metrics.scrape import Scraper, get, scrape
+from segue.metrics.scrape import get
 from segue.rundir import RunDir
 
 
@@ -46,19 +48,23 @@ def refusing() -> Iterator[Refusing]:
         server.shutdown()
 
 
-def test_a_proxy_of_the_environment_is_not_asked(refusing: Refusing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, refusing.url)
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(urllib.request, "_opener", None)  # what `urlopen` made of the environment before
+def test_a_proxy_of_the_environment_is_not_asked(refusing: Refusing, tmp_path: Path) -> None:
+    """In a process of its own: Python reads the proxies of its environment once."""
     run = RunDir.create(tmp_path / "run", "")
     metrics = Metrics("scheduler", envs=("e",))
     place = {"targets": run.targets, "run": run.name, "node": "here", "interface": "127.0.0.1", "ports": (21000, 21999)}
+    environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
+    environment |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy"), refusing.url)
+    code = (
+        "import sys; from pathlib import Path; from segue.metrics.scrape import Scraper, scrape; from segue.rundir import RunDir\n"
+        "run = Path(sys.argv[1]); assert 'segue_metric_writes_total' in scrape(run)['scheduler-0']\n"
+        "print(*Scraper(RunDir(run), 30.0).ask())"
+    )
     with Exporter(metrics, Heartbeat(metrics), **place, stale_after=60.0):  # type: ignore[arg-type]
-        assert "segue_build_info" in "".join(scrape(run.path)["scheduler-0"])
-        assert [*Scraper(run, 5.0).ask()[0]] == ["scheduler-0"]
-    assert refusing.asked == []
+        command = [sys.executable, "-c", code, str(run.path)]
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (child.returncode, refusing.asked) == (0, []), child.stderr
+    assert "'scheduler-0'" in child.stdout and child.stdout.rstrip().endswith("{}"), "all answered"
     run.unlock()
 
 
