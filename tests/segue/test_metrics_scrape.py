@@ -56,7 +56,8 @@ def test_a_proxy_of_the_environment_is_not_asked(refusing: Refusing, tmp_path: P
     environment = {name: value for name, value in os.environ.items() if name.lower() != "no_proxy"}
     environment |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "all_proxy"), refusing.url)
     code = (
-        "import sys; from pathlib import Path; from segue.metrics.scrape import Scraper, scrape; from segue.rundir import RunDir\n"
+        "import sys; from pathlib import Path; from segue.metrics.scrape import Scraper, scrape\n"
+        "from segue.rundir import RunDir\n"
         "run = Path(sys.argv[1]); assert 'segue_metric_writes_total' in scrape(run)['scheduler-0']\n"
         "print(*Scraper(RunDir(run), 30.0).ask())"
     )
