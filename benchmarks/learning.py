@@ -47,7 +47,7 @@ from benchmarks.learning_figures import summarize, table
 from benchmarks.learning_plot import plot
 from segue.config import load_config
 from segue.errors import RunFailed, UserError
-from segue.rundir import disk_errors, write_json
+from segue.files import disk_errors, write_json
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.toml"
 SETTINGS, LOCK, RESULTS = "settings.json", ".lock", "results.json"

@@ -19,8 +19,8 @@ import msgspec
 from benchmarks.watched import Watched, train
 from segue.config import Config, load_config
 from segue.errors import RunFailed, UserError
+from segue.files import write_json
 from segue.report import steps as step_lines
-from segue.rundir import write_json
 
 AGES = (0, 1, 2, 4, 8, 16)
 SYNC = "sync"

@@ -3,10 +3,10 @@
     python -m benchmarks.metrics_cost configs/smoke.toml --steps 40 --json cost.json
 
 Counted, not timed against a run without metrics, which the noise between two runs would hide. Each process counts the values
-it writes (`segue_metric_writes_total`) and the CPU seconds of answering a scrape, by the answering thread's own clock
-(`segue_scrape_cpu_seconds_total`). Writes are multiplied by what the dearest kind of write costs on this machine, measured in
-CPU seconds; the cost of a scrape by how many Prometheus would make. Not in it: the state clocks (a change is about as dear as a
-write, and far rarer) and the server's accepting of a connection.
+it writes and the changes of its state clock (`segue_metric_writes_total`), and the CPU seconds of answering a scrape, by the
+answering thread's own clock (`segue_scrape_cpu_seconds_total`). Writes are multiplied by what the dearest kind of write costs on
+this machine, measured in CPU seconds; the cost of a scrape by how many Prometheus would make. What the driver asks of each
+process at every step is measured here, by role, and multiplied by the steps. Not in it: the server's accepting of a connection.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import result
 from benchmarks.watched import train
+from segue import wire
+from segue.cluster.roles import Facts
 from segue.errors import RunFailed, UserError
-from segue.metrics import Metrics
-from segue.metrics.samples import Scrape, grown
+from segue.metrics import ActivityClock, Metrics, StateClock
+from segue.metrics.samples import Scrape, grown, role_of
+from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
+from segue.report.counted import NAMES
 
 ROLES = ("scheduler", "rollout", "envpool", "learner")
 INTERVAL_SECONDS = 5.0
@@ -34,13 +38,35 @@ LIMIT = 0.01
 def write_seconds(count: int = 20_000, rounds: int = 5) -> float:
     """CPU seconds of one write: of the dearest kind, in the best of `rounds` rounds (whatever else runs only adds)."""
     metrics = Metrics("learner", envs=("e",))
-    kinds: list[Callable[[], None]] = [
-        lambda: metrics.add("segue_rpc_failures_total", reason="lost"),
-        lambda: metrics.set("segue_reward_mean", 0.5, env="e"),
-        lambda: metrics.observe("segue_learner_step_seconds", 0.3, phase="optimizer"),
-        metrics.counter("segue_learner_steps_total").add,
+    clock, nodes = StateClock(STATES["learner"], time.monotonic), ActivityClock(ROLLOUT_PRECEDENCE, time.monotonic)
+
+    def enter() -> None:
+        with clock.in_state("compute"):
+            pass
+
+    def do() -> None:
+        with nodes.doing("generate"):
+            pass
+
+    kinds: list[tuple[Callable[[], None], int]] = [
+        (lambda: metrics.add("segue_rpc_failures_total", reason="lost"), 1),
+        (lambda: metrics.set("segue_reward_mean", 0.5, env="e"), 1),
+        (lambda: metrics.observe("segue_learner_step_seconds", 0.3, phase="optimizer"), 1),
+        (metrics.counter("segue_learner_steps_total").add, 1),
+        (enter, 2),
+        (do, 2),
     ]
-    return max(min(_per_call(kind, count) for _ in range(rounds)) for kind in kinds)
+    return max(min(_per_call(kind, count) for _ in range(rounds)) / writes for kind, writes in kinds)
+
+
+def asked_seconds(role: str, count: int = 200, rounds: int = 5) -> float:
+    """CPU seconds of what a process answers the driver at every step."""
+    metrics = Metrics(role, envs=("e",))
+
+    def answer() -> None:
+        wire.encode(Facts({f"{role}-0": metrics.snapshot(NAMES)}, {f"{role}-0": dict.fromkeys(STATES[role], 1.0)}, 1))
+
+    return min(_per_call(answer, count) for _ in range(rounds))
 
 
 def _per_call(write: Callable[[], None], count: int) -> float:
@@ -50,11 +76,14 @@ def _per_call(write: Callable[[], None], count: int) -> float:
     return (time.process_time() - began) / count
 
 
-def share(before: Scrape, after: Scrape, seconds: float, per_write: float, scrapes: int) -> dict[str, dict[str, float]]:
-    """By role, between two scrapes `seconds` apart, with `scrapes` scrapes of each target between the two moments.
+def share(
+    before: Scrape, after: Scrape, seconds: float, per_write: float, scrapes: int, asked: Mapping[str, float]
+) -> dict[str, dict[str, float]]:
+    """By role, between two scrapes `seconds` apart, with `scrapes` scrapes of each target between the two moments, one per step.
 
-    `writes` and `cpu_seconds` of its processes; `write_share` and `scrape_share` of the latter, `share` their sum. A process's
-    weight sync, which serves a target of its own, is in the share of its host.
+    `writes` and `cpu_seconds` of its processes; `write_share`, `scrape_share` and `step_share` of the latter, `share` their sum.
+    `asked`: CPU seconds of one target's answer at a step, by its role. A process's weight sync, which serves a target of its own,
+    is in the share of its host.
     """
     found = {}
     for role in ROLES:
@@ -66,7 +95,12 @@ def share(before: Scrape, after: Scrape, seconds: float, per_write: float, scrap
         )
         cpu = grown(before, after, role, "segue_process_cpu_seconds_total")
         per_second = spent / scrapes / INTERVAL_SECONDS
-        parts = {"write_share": writes * per_write / cpu, "scrape_share": per_second * seconds / cpu}
+        answers = scrapes * sum(asked[role_of(target)] for target in hosted)
+        parts = {
+            "write_share": writes * per_write / cpu,
+            "scrape_share": per_second * seconds / cpu,
+            "step_share": answers / cpu,
+        }
         found[role] = {"writes": writes, "cpu_seconds": cpu, **parts, "share": sum(parts.values())}
     return found
 
@@ -90,8 +124,10 @@ def measure(config: Path, steps: int, deadline: float) -> dict[str, Any]:
         watched = train(config, Path(folder) / "run", overrides, range(first, last + 1), deadline, heard=heard)
     per_write = write_seconds()
     before, after = watched.scrapes[first], watched.scrapes[last]
-    roles = share(before, after, moments[last] - moments[first], per_write, last - first)
-    return {"roles": roles, "write_seconds": per_write, "seconds": moments[last] - moments[first], "share": overall(roles)}
+    asked = {role: asked_seconds(role) for role in STATES}
+    roles = share(before, after, moments[last] - moments[first], per_write, last - first, asked)
+    figures = {"roles": roles, "write_seconds": per_write, "answer_seconds": asked, "seconds": moments[last] - moments[first]}
+    return figures | {"share": overall(roles)}
 
 
 def overall(roles: dict[str, dict[str, float]]) -> float:
@@ -116,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     for role, of in figures["roles"].items():
-        parts = f"writes {of['write_share']:.3%}  scrapes {of['scrape_share']:.3%}"
+        parts = f"writes {of['write_share']:.3%}  scrapes {of['scrape_share']:.3%}  at steps {of['step_share']:.3%}"
         print(f"{role:10} {of['writes']:9.0f} writes {of['cpu_seconds']:8.2f} CPU s  {parts}")
     micros = 1e6 * figures["write_seconds"]
     print(f"all: {figures['share']:.3%} of the CPU seconds (limit {LIMIT:.0%}); a write takes {micros:.2f} µs")

@@ -20,7 +20,7 @@ from typing import Any
 
 from segue import __version__
 from segue.build import git_sha
-from segue.rundir import write_json
+from segue.files import write_json
 
 QUIET_LOAD = 0.3
 """A load average per core above this, before a measurement began, means that the machine was not its own."""

@@ -34,7 +34,7 @@ from benchmarks.watched import train
 from segue.cluster.prepare import find_model
 from segue.config import Config, load_config, to_toml
 from segue.errors import RunFailed, UserError
-from segue.rundir import read_jsonl
+from segue.files import read_jsonl
 
 NEEDED = ("trl", "datasets", "pyarrow", "accelerate")
 STEPS = {"segue": 24, "trl": 12}

@@ -19,9 +19,10 @@ from typing import Any
 
 from benchmarks import children
 from segue.errors import RunFailed
+from segue.files import read_jsonl
 from segue.metrics.samples import Scrape
 from segue.metrics.scrape import scrape
-from segue.rundir import RunDir, read_jsonl
+from segue.rundir import RunDir
 
 _STEP = re.compile(r"step\s+(\d+)/\d+\s")
 

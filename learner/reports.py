@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from learner.batches import Member, PreparedBatch
+from learner.kept import SampledTrajectories
 from learner.trainer import StepStats
 from segue.metrics import Metrics
-from segue.rundir import SampledTrajectories
 from segue.trajectory import Author
 
 log = logging.getLogger(__name__)

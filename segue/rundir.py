@@ -13,134 +13,24 @@ journal/  queue/  checkpoints/step_N/  trajectories/  logs/<role>-<rank>[.<attem
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
-import math
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
 
 from segue import __version__, suite_path
 from segue.build import git_sha
 from segue.errors import RunFailed, UserError
+from segue.files import JsonLines, disk_errors, read_jsonl, write_atomic
 
 CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
 EVALS, PAGE = "evals.json", "report.html"
 STACKS = "profile"
 CHECKPOINT_COMPLETE, SCHEDULER_CUT = "COMPLETE", "scheduler.cut"
 _FOLDERS = ("metrics/targets", "journal", "queue", "checkpoints", "logs", "trajectories")
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full or unwritable disk under `path` into a `RunFailed` of one sentence; other errors pass."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why, remedy = "the disk is full", "free some space there and go on with --resume"
-        elif error.errno == errno.EFBIG:
-            why, remedy = "a file would exceed the limit on file sizes", "raise it (ulimit -f) and go on with --resume"
-        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            why, remedy = "writing there is not allowed", "make it writable and go on with --resume"
-        elif error.errno == errno.EIO:
-            why, remedy = "the disk reports an error", "go on with --resume on a copy of the run directory"
-        else:
-            raise
-        raise RunFailed("disk", f"{path} could not be written because {why}: {remedy}.") from error
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: numbers that are not finite become null, and mappings, lists and tuples plain ones."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part. Raises `RunFailed` on a full disk."""
-    with disk_errors(path):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
-
-
-def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of a JSON document; numbers that are not finite become null."""
-    write_atomic(path, (json.dumps(plain(value), indent=2, allow_nan=False) + "\n").encode())
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a JSON-lines file; a torn last line (no newline, after a crash) is left out, a missing file empty."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    lines: list[dict[str, Any]] = []
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            parsed = json.loads(line)
-        except ValueError:
-            parsed = None
-        if not isinstance(parsed, dict):
-            raise UserError(f"Line {number} of {path} is no JSON object: restore the file or remove that line.")
-        lines.append(parsed)
-    return lines
-
-
-class JsonLines:
-    """Appends one JSON object per line and flushes each. A torn last line is cut before the first append."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with disk_errors(path):
-            self._file: IO[bytes] = open(path, "ab")  # noqa: SIM115 - closed by `close`
-            end = _whole_lines(path)
-            if end < self._file.tell():
-                self._file.truncate(end)
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Raises `RunFailed` on a full disk."""
-        line = json.dumps(plain(record), allow_nan=False) + "\n"
-        with disk_errors(self.path):
-            self._file.write(line.encode())
-            self._file.flush()
-
-    def close(self) -> None:
-        with disk_errors(self.path):
-            self._file.close()
-
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-def _whole_lines(path: Path) -> int:
-    """How many bytes of a file are whole lines."""
-    data = path.read_bytes()
-    return data.rfind(b"\n") + 1
 
 
 @dataclass(frozen=True)
@@ -422,32 +312,3 @@ class RunDir:
         """Remove the scrape targets that a crashed attempt left behind."""
         for path in self.targets.glob("*.json"):
             path.unlink(missing_ok=True)
-
-
-class SampledTrajectories:
-    """Keeps the newest `keep` trajectories of one process for reading, as `<prefix>-<number>.json`, numbered from 0."""
-
-    def __init__(self, folder: Path, prefix: str, keep: int) -> None:
-        self._folder = folder
-        self._prefix = prefix
-        self._keep = keep
-        numbers = sorted(self._numbers())
-        self._next = numbers[-1] + 1 if numbers else 0
-
-    def _numbers(self) -> Iterator[int]:
-        for path in self._folder.glob(f"{self._prefix}-*.json"):
-            tail = path.stem.removeprefix(f"{self._prefix}-")
-            if tail.isdigit():
-                yield int(tail)
-
-    def save(self, record: Callable[[], dict[str, Any]]) -> Path | None:
-        """Write `record()` (asked for only if any are kept) and delete the oldest beyond `keep`."""
-        if self._keep == 0:
-            return None
-        path = self._folder / f"{self._prefix}-{self._next:06d}.json"
-        write_json(path, record())
-        stale = self._next - self._keep
-        self._next += 1
-        for number in [n for n in self._numbers() if n <= stale]:
-            (self._folder / f"{self._prefix}-{number:06d}.json").unlink(missing_ok=True)
-        return path

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from segue.rundir import write_json
+from segue.files import write_json
 
 INTERVAL_SECONDS = 0.005
 TOP = 60

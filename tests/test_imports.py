@@ -126,3 +126,9 @@ def test_importing_everything_that_is_light_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stdout + result.stderr
+
+
+def test_only_what_asks_past_proxies_asks_over_http() -> None:
+    """`urllib.request.urlopen` goes through the proxy that the environment names, which need not reach a run's own hosts."""
+    asking = {name for name, module in GRAPH.items() if any(found.name.startswith("urllib.request") for found in module.imports)}
+    assert asking == {"segue.metrics.scrape"}

@@ -195,7 +195,9 @@ class VirtualCluster:
 
     def _registry(self, target: str, role: str) -> Metrics:
         config: Config = self.world.config
-        metrics = self._metrics[target] = Metrics(role, target, envs=(ENV,), staleness_bound=config.staleness.max_age)
+        metrics = self._metrics[target] = Metrics(
+            role, target, envs=(ENV,), staleness_bound=config.staleness.max_age, monotonic=asyncio.get_running_loop().time
+        )
         return metrics
 
     def _clock(self, target: str, role: str) -> StateClock:
@@ -207,7 +209,6 @@ class VirtualCluster:
 
     async def _start(self) -> None:
         for target, clock in self._clocks.items():
-            clock.restart()
             self._metrics[target].attach(clock)
         for role in self.roles.values():
             await role.start()

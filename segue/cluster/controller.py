@@ -20,6 +20,7 @@ from segue.cluster.roles import Facts
 from segue.config import Config
 from segue.console import Console
 from segue.errors import RunFailed, UserError
+from segue.files import JsonLines, read_jsonl, write_json
 from segue.metrics.samples import Scrape, difference
 from segue.ports.rpc import Peer, PeerLost, PeerTimeout, RemoteError, Rpc, ask
 from segue.ports.scheduler import (
@@ -50,7 +51,7 @@ from segue.report import (
 )
 from segue.report.counted import NAMES, counted
 from segue.report.read import age_bound
-from segue.rundir import JsonLines, RunDir, read_jsonl, write_json
+from segue.rundir import RunDir
 from segue.wire import Message
 
 Q = TypeVar("Q", bound=Message)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from segue.config import Config
 from segue.report.read import read_report
+from segue.report.steps import read_steps
 from segue.report.table import print_summary
-from segue.rundir import RunDir, read_jsonl
+from segue.rundir import RunDir
 
 
 def go_on_command(config_path: Path, run: Path, overrides: list[str], serial: bool) -> str:
@@ -23,7 +24,7 @@ def go_on_command(config_path: Path, run: Path, overrides: list[str], serial: bo
 
 def stopped_text(run: RunDir, config: Config, go_on: str) -> str:
     """One or two lines: the step, the newest checkpoint, and how to go on (`go_on`)."""
-    steps = len({line["step"] for line in read_jsonl(run.metrics)})
+    steps = len({line["step"] for line in read_steps(run.metrics)})
     checkpoints = run.complete_checkpoints()
     if checkpoints:
         return (

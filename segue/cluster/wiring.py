@@ -6,9 +6,9 @@ and the driver none of it.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import platform
+import time
 import tomllib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -84,9 +84,9 @@ class Host:
         await self.role.start()
 
     async def run(self) -> None:
-        """The role's work, once all roles have started. State clocks begin now: setting up is neither work nor idleness."""
-        for clock in self.clocks.values():
-            clock.restart()
+        """The role's work, once all roles have started. State clocks begin anew: setting up is neither work nor idleness."""
+        for target, clock in self.clocks.items():
+            self.metrics[target].attach(clock)
         if self.stacks is not None:
             self.stacks.section("run")
         await self.role.run()
@@ -125,7 +125,7 @@ def config_of(spec: RoleSpec) -> Config:
 async def build_host(spec: RoleSpec, place: Place | None = None) -> Host:
     """Build one role. Without a `place` it is alone in its process: it gets a log file, metrics ports and a loop monitor."""
     alone = place is None
-    place = place or Place(asyncio.get_running_loop().time, attempt=spec.attempt)
+    place = place or Place(time.monotonic, attempt=spec.attempt)  # no loop's: scrapes read state clocks from other threads
     config = config_of(spec)
     if alone:
         pin(os.getpid(), cores_of(config, spec.role, spec.rank), key_of(config, spec.role))
@@ -176,6 +176,7 @@ def _metrics(spec: RoleSpec, config: Config, place: Place, role: str = "", rank:
         gpus=gpus,
         build=BuildInfo(git_sha=git_sha(), attempt=place.attempt),
         staleness_bound=config.staleness.max_age,
+        monotonic=place.now,
     )
 
 

@@ -49,6 +49,12 @@ _PROCESS = (
         "Time spent in each state; sums to elapsed time (envpool: elapsed time times slots). States named wait_ are idle.",
         STATE,
     ),
+    _counter(
+        "segue_worker_elapsed_seconds_total",
+        "seconds",
+        ALL,
+        "Time since the state clock began, by another clock and read with it: the states' seconds sum to it (times slots).",
+    ),
     _gauge(
         "segue_worker_state", "", ALL, "One for the state the process is in now, else 0 (envpool: slots in each state).", STATE
     ),
@@ -91,7 +97,10 @@ _PROCESS = (
         Label("reason", words.RESTART_REASONS),
     ),
     _counter(
-        "segue_metric_writes_total", "writes", ALL, "Values written to this process's metrics: what measuring costs, counted."
+        "segue_metric_writes_total",
+        "writes",
+        ALL,
+        "Values written to this process's metrics, and changes of its state clock: what measuring costs, counted.",
     ),
     _counter(
         "segue_scrape_cpu_seconds_total", "seconds", ALL, "CPU seconds that answering scrapes took, by its threads' own clocks."

@@ -24,9 +24,9 @@ from typing import Any
 from prometheus_client.exposition import choose_encoder
 
 from segue.errors import UserError
+from segue.files import write_json
 from segue.metrics.heartbeat import Heartbeat
 from segue.metrics.registry import Metrics
-from segue.rundir import write_json
 
 log = logging.getLogger(__name__)
 

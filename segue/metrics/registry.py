@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from segue.metrics.series import Counter, Gauge, Histogram, Key, Observed, Write
 from segue.metrics.states import Clock
 
 _STATE_SECONDS = "segue_worker_state_seconds_total"
+_ELAPSED = "segue_worker_elapsed_seconds_total"
 _STATE = "segue_worker_state"
 _WRITES = "segue_metric_writes_total"
 _NOWHERE: tuple[tuple[str, ...], dict[Key, float]] = ((), {})
@@ -51,7 +53,8 @@ class Metrics(Collector):
     """The metrics of one role in one process. Only names, labels and values of the catalogue are accepted.
 
     `envs` are the values of the `env` label, `gpus` the UUIDs this process owns. `staleness_bound` (versions) becomes a
-    bucket edge, with 0.8 of it, because an alert fires there. Safe to use from several threads.
+    bucket edge, with 0.8 of it, because an alert fires there. `monotonic` is what state clocks are held against. Safe to use from
+    several threads.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Metrics(Collector):
         gpus: Sequence[str] = (),
         build: BuildInfo = BuildInfo(),
         staleness_bound: int | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.role = role
         self.rank = rank
@@ -98,6 +102,8 @@ class Metrics(Collector):
         if staleness_bound is not None and "segue_staleness_bound_versions" in self._declared:
             self._values["segue_staleness_bound_versions"][()] = float(staleness_bound)
         self._clock: Clock | None = None
+        self._monotonic = monotonic
+        self._began = 0.0
         self._readers: list[Callable[[], Iterable[Reading]]] = []
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -156,11 +162,14 @@ class Metrics(Collector):
             self._writes.count += len(pairs)
 
     def attach(self, clock: Clock) -> None:
-        """Export a clock's seconds as this process's states. Its states must be those of the role."""
+        """Export a clock's seconds as this process's states; it is started anew. Its states must be those of the role."""
         declared = {key[0] for key in self._values[_STATE_SECONDS]}
         if set(clock.current()) != declared:
             raise UndeclaredMetric(f"a clock of {sorted(clock.current())} for {self.role}, whose states are {sorted(declared)}")
-        self._clock = clock
+        with self._lock:
+            self._clock = clock
+            clock.restart()
+            self._began = self._monotonic()
 
     def attach_reader(self, reader: Callable[[], Iterable[Reading]]) -> None:
         """Ask `reader` for its values whenever somebody asks for them here: they cost nothing in between.
@@ -295,17 +304,18 @@ class Metrics(Collector):
             with self._lock:
                 series = self._values[name]
                 series[key] = max(series.get(key, 0.0), value) if metric.kind == "counter" else value
+        changes = self._clock.changes() if self._clock else 0
         with self._lock:
-            self._values[_WRITES][()] = float(self._writes.count)
+            self._values[_WRITES][()] = float(self._writes.count + changes)
 
     def _read_clock(self) -> None:
         if self._clock is None:
             return
-        seconds, current = self._clock.seconds(), self._clock.current()
-        with self._lock:
+        with self._lock:  # around the reading: of two scrapes at once, the later one must not write what the earlier one read
+            seconds, elapsed, current = self._clock.seconds(), self._monotonic() - self._began, self._clock.current()
+            self._values[_ELAPSED][()] = elapsed
             for state, spent in seconds.items():
-                series = self._values[_STATE_SECONDS]
-                series[(state,)] = max(series[(state,)], spent)  # two scrapes at once must not move it back
+                self._values[_STATE_SECONDS][(state,)] = spent
                 self._values[_STATE][(state,)] = float(current[state])
 
     def _family(self, metric: Metric) -> Family:

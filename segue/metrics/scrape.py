@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -21,6 +22,9 @@ from segue.rundir import RunDir
 SCRAPE_SECONDS = 5.0
 AT_ONCE = 32
 """Questions under way: a run of a hundred nodes is asked in a few rounds."""
+_ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Past `http_proxy`: a run's processes are on its own hosts, which a proxy for the world outside often cannot reach."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def targets(run: RunDir) -> list[Target]:
     for file in sorted(run.targets.glob("*.json")):
         try:
             entries = json.loads(file.read_text(encoding="utf-8"))
-            found += [Target(file.stem, address) for entry in entries for address in entry["targets"]]
+            found += [Target(file.stem, _checked(address)) for entry in entries for address in entry["targets"]]
         except FileNotFoundError:
             continue  # withdrawn in between
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -45,13 +49,23 @@ def targets(run: RunDir) -> list[Target]:
     return found
 
 
-def get(url: str, seconds: float = SCRAPE_SECONDS) -> str:
-    """The text behind a URL, of `/health` also that of a process which is not well. Raises `OSError`."""
+def _checked(address: str) -> str:
+    """host:port as it is. Raises `ValueError` or `TypeError` for what is none."""
+    found = _ADDRESS.fullmatch(address)
+    if not found or not 0 < int(found[1]) < 65536:
+        raise ValueError(f"{address!r} is no host:port")
+    return address
+
+
+def get(url: str, seconds: float = SCRAPE_SECONDS, well: bool = False) -> str:
+    """The text behind a URL; no proxy is asked. Raises `OSError`, also where the answer says no if it must be `well`."""
     try:
-        with urllib.request.urlopen(url, timeout=seconds) as answer:
+        with _DIRECT.open(url, timeout=seconds) as answer:
             return str(answer.read().decode("utf-8", "replace"))
-    except urllib.error.HTTPError as error:
+    except urllib.error.HTTPError as error:  # `/health` of a process that is not well
         with error:
+            if well:
+                raise
             return error.read().decode("utf-8", "replace")
     except http.client.HTTPException as error:
         raise OSError(f"no answer in HTTP: {error!r}") from error

@@ -28,6 +28,10 @@ class Clock(Protocol):
 
     def current(self) -> dict[str, int]: ...
 
+    def changes(self) -> int:
+        """How often something changed its state: what the clock cost, counted."""
+        ...
+
 
 class _Ledger:
     """Nanoseconds per state, where `occupied[state]` things spend time in each at once."""
@@ -40,6 +44,7 @@ class _Ledger:
         self._occupied = dict.fromkeys(states, 0) | occupied
         self._held = {state: count for state, count in self._occupied.items() if count}  # what time is charged to
         self._last = self._read()
+        self.changes = 0
         self.lock = threading.Lock()
 
     def _read(self) -> int:
@@ -74,6 +79,7 @@ class _Ledger:
         else:
             del held[source]
         held[target] = occupied[target] = occupied[target] + 1
+        self.changes += 1
 
     def nanoseconds(self) -> dict[str, int]:
         with self.lock:
@@ -128,6 +134,9 @@ class StateClock:
 
     def current(self) -> dict[str, int]:
         return self._ledger.current()
+
+    def changes(self) -> int:
+        return self._ledger.changes
 
 
 class _InState:
@@ -209,6 +218,9 @@ class ActivityClock:
     def current(self) -> dict[str, int]:
         return self._clock.current()
 
+    def changes(self) -> int:
+        return self._clock.changes()
+
 
 class _Doing:
     """One block of `ActivityClock.doing`."""
@@ -259,3 +271,6 @@ class SlotClock:
 
     def current(self) -> dict[str, int]:
         return self._ledger.current()
+
+    def changes(self) -> int:
+        return self._ledger.changes

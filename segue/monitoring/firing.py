@@ -30,17 +30,18 @@ class Firing:
 def alerts_of(run: RunDir) -> tuple[list[Firing], str]:
     """The alerts of the run, newest first, and "" or else one sentence on why nothing is known of them."""
     try:
-        address = address_file(run).read_text(encoding="utf-8").strip()
+        address = address_file(run).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return [], f"not watched: `segue monitor {run.path}` starts a Prometheus that evaluates them"
     try:
         return read_alerts(json.loads(get(f"{address}/api/v1/alerts", ASK_SECONDS)), run.name), ""
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return [], f"not known: the Prometheus at {address} does not answer (`segue monitor {run.path}` starts one)"
 
 
 def read_alerts(answer: Mapping[str, Any], run: str) -> list[Firing]:
-    """The alerts of one run in Prometheus' answer to /api/v1/alerts, newest first. Raises KeyError, TypeError or ValueError."""
+    """The alerts of one run in Prometheus' answer to /api/v1/alerts, newest first. Raises KeyError, TypeError,
+    ValueError or AttributeError for another answer."""
     found = [
         Firing(
             name=alert["labels"]["alertname"],

@@ -12,7 +12,7 @@ from segue.metrics.catalogue import CATALOGUE
 from segue.monitoring.alerts import ALERTS, alert_groups
 from segue.monitoring.boards import DASHBOARDS, EXEMPT
 from segue.monitoring.checks import metrics_behind, problems
-from segue.monitoring.panels import UNITS, dashboard_json
+from segue.monitoring.panels import UNITS, Query, dashboard_json
 from segue.monitoring.prometheus import dcgm_counters, prometheus_config
 from segue.monitoring.rules import RULES, rule_groups
 from segue.monitoring.yaml_text import yaml_text
@@ -68,7 +68,8 @@ def write(folder: Path = FOLDER) -> list[Path]:
 
 def check(folder: Path = FOLDER, runbook: Path = DOCS / "runbook.md") -> list[str]:
     """What is wrong, one sentence each."""
-    return [*stale(folder), *undeclared(), *unshown(), *unexplained(runbook), *badly_described()]
+    named = [what for page in (runbook, DOCS / "monitoring.md") for what in misnamed(page)]
+    return [*stale(folder), *undeclared(), *unshown(), *unexplained(runbook), *named, *badly_described()]
 
 
 def stale(folder: Path) -> list[str]:
@@ -124,16 +125,34 @@ def unexplained(runbook: Path) -> list[str]:
     ]
 
 
+def misnamed(page: Path) -> list[str]:
+    """Panels that a page points to, as dashboard/panel, and that are not there."""
+    titles = {board.name: tuple(panel.title for panel in board.panels) for board in DASHBOARDS}
+    text = " ".join(page.read_text(encoding="utf-8").split()) if page.is_file() else ""
+    places = re.finditer(rf"(?<![\w/`])({'|'.join(titles)})/(?=[A-Z])", text)
+    return [
+        f"{page.name} points to {text[at.start() : at.end() + 40]}…, which is no panel."
+        for at in places
+        if not text.startswith(titles[at[1]], at.end())
+    ]
+
+
 def badly_described() -> list[str]:
-    """Panels without a unit or a description of their own, and titles that come twice."""
+    """Panels without a unit or a description of their own, titles that come twice, and GPUs' panels that read no GPU's metric."""
     found = []
     for board in DASHBOARDS:
         seen: set[str] = set()
         for panel in board.panels:
             if panel.unit not in UNITS or not panel.description.endswith((".", "?")) or panel.title in seen or not panel.queries:
                 found.append(f"The panel {board.name}/{panel.title} lacks a unit, a sentence, a query or a title of its own.")
+            if panel.gpu and not all(map(_needs_gpus, panel.queries)):
+                found.append(f"The panel {board.name}/{panel.title} is declared to need GPUs, and reads what is there without.")
             seen.add(panel.title)
     return found
+
+
+def _needs_gpus(query: Query) -> bool:
+    return any("UUID" in CATALOGUE[name].label_names for name in metrics_behind(query.expr))
 
 
 def _anchor(title: str) -> str:

@@ -37,7 +37,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel. `gpu`: has data only where there are GPUs. `may_be_empty`: why there may be none in a healthy run, if so."""
+    """One panel. `gpu`: has data only where there are GPUs; all others have some in every healthy run."""
 
     title: str
     description: str
@@ -46,7 +46,6 @@ class Panel:
     kind: Literal["timeseries", "stat", "table", "state-timeline", "heatmap"] = "timeseries"
     stack: bool = False
     gpu: bool = False
-    may_be_empty: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,12 +139,10 @@ def _panel(panel: Panel) -> dict[str, Any]:
         }
         for index, query in enumerate(panel.queries)
     ]
-    notes = ["Needs GPUs."] if panel.gpu else []
-    notes += [f"May be empty: {panel.may_be_empty}."] if panel.may_be_empty else []
     return {
         "type": panel.kind,
         "title": panel.title,
-        "description": " ".join((panel.description, *notes)),
+        "description": panel.description + " Needs GPUs." * panel.gpu,
         "datasource": _SOURCE,
         "fieldConfig": {"defaults": _defaults(panel), "overrides": []},
         "options": _OPTIONS.get(panel.kind, {}),

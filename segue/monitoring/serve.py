@@ -10,17 +10,18 @@ import os
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from segue.errors import RunFailed, UserError
+from segue.files import write_atomic
+from segue.metrics.scrape import get
 from segue.monitoring.binaries import HOW_TO_GET, find
 from segue.monitoring.generate import rule_files
 from segue.monitoring.prometheus import RAY_TARGETS, prometheus_config
 from segue.monitoring.yaml_text import yaml_text
-from segue.rundir import RunDir, write_atomic
+from segue.rundir import RunDir
 
 START_SECONDS, STOP_SECONDS, LOOK_SECONDS = 60.0, 30.0, 0.1
 HOST = "127.0.0.1"
@@ -32,7 +33,8 @@ def monitor(
     """Run Prometheus for the run in `path` on `port`, scraping every `interval` seconds, until it ends or is interrupted.
 
     `tie` is called in the new process with the number of this one: it ties the one's life to the other's. Raises `UserError`
-    where there is no such run, no Prometheus, or the port is taken; `RunFailed` where Prometheus ends of itself.
+    where there is no such run, no Prometheus, the port is taken, or the run directory cannot be written; `RunFailed`
+    where Prometheus ends of itself.
     """
     run = RunDir.open(path)
     program = find("prometheus")
@@ -41,8 +43,15 @@ def monitor(
     check_port(port)
     folder = folder_of(run)
     log = run.log_of("prometheus")
-    write_files(run, folder, interval)
-    with open(log, "ab") as output:
+    try:
+        write_files(run, folder, interval)
+        log.parent.mkdir(exist_ok=True)
+        output = open(log, "ab")  # noqa: SIM115 - closed below
+    except RunFailed as error:
+        raise UserError(error.sentence.replace(" and go on with --resume", "")) from error
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written ({error.strerror}): make it a place that can be.") from None
+    with output:
         process = start(program, folder, port, output, tie)
     try:
         until_ready(process, port, log)
@@ -115,7 +124,8 @@ def until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     """Wait until it answers. Raises `RunFailed` if it ends first or takes over `START_SECONDS`."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{port}/-/ready", timeout=5.0):
+        with contextlib.suppress(OSError):
+            get(f"http://{HOST}:{port}/-/ready", well=True)  # 503 while it starts
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=LOOK_SECONDS)

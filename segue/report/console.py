@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from segue.report import steps
 
 _ABSENT = "–"
+GAP = "  "
+"""Between two fields."""
 
 
 def step_text(line: Mapping[str, Any], of: int) -> str:
-    """One line of metrics.jsonl as text; `of` is the number of steps in all. What a line lacks shows as a dash.
+    """One line of metrics.jsonl as text: its `step_fields`."""
+    return GAP.join(step_fields(line, of))
+
+
+def step_fields(line: Mapping[str, Any], of: int) -> Sequence[str]:
+    """Names and figures of one line of metrics.jsonl; `of` is the number of steps in all. What a line lacks shows as a dash.
 
     Fields: step, seconds, reward, success, age (mean/max), trained tokens, kept share, loss, log-probability gap (max),
     gradient norm, groups in the queue, episodes in flight.
@@ -32,7 +39,7 @@ def step_text(line: Mapping[str, Any], of: int) -> str:
         ("queue", _right(line, "queue_groups", ".0f", 3)),
         ("in flight", _right(line, "in_flight", ".0f", 4)),
     )
-    return "  ".join(f"{name} {text}" for name, text in fields)
+    return [f"{name} {text}" for name, text in fields]
 
 
 def _right(line: Mapping[str, Any], key: str, form: str, width: int) -> str:

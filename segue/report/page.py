@@ -10,12 +10,14 @@ from typing import Any
 
 from segue.config import Config, load_config
 from segue.errors import RunFailed, UserError
+from segue.files import read_jsonl, write_atomic
 from segue.report.curves import SMOOTHING, Chart, charts
 from segue.report.page_style import STYLE
 from segue.report.read import age_bound, condition_of, read_report, recorded_evals
+from segue.report.steps import read_steps
 from segue.report.svg import svg
 from segue.report.table import rows
-from segue.rundir import ATTEMPTS, RunDir, read_jsonl, write_atomic
+from segue.rundir import ATTEMPTS, RunDir
 
 HEAD = """<!DOCTYPE html>
 <html lang='en'><head><meta charset='utf-8'><meta name='viewport' content='width=device-width'>
@@ -44,7 +46,7 @@ def write_page(path: Path, file: Path | None = None, now: datetime | None = None
 def page_of(run: RunDir, now: datetime) -> str:
     """The page of a run as its directory is now."""
     config = load_config(run.config)
-    lines = read_jsonl(run.metrics)
+    lines = read_steps(run.metrics)
     summary, _ = read_report(run.path)
     condition = condition_of(run, config, len({line["step"] for line in lines}))
     made, missing = charts(lines, age_bound(run, config), recorded_evals(run))
@@ -74,7 +76,7 @@ def facts(config: Config, attempts: Sequence[Mapping[str, Any]], now: datetime) 
     learner, group = config.learner, f"{config.batch.groups} groups × {config.group.size} episodes"
     yield "batch", f"{group}; {learner.advantage}, {learner.correction}, lr {learner.lr:g}"
     yield "rollout", f"{config.rollout.nodes} × {config.rollout.engine}, {config.rollout.slots} slots"
-    yield "learner", f"{config.learner.ranks} rank(s)"
+    yield "learner", f"{learner.ranks} rank{'s' * (learner.ranks > 1)}"
     yield "started", str(first.get("started", "not known")).replace("T", " ")
     if len(attempts) > 1:
         yield "attempts", str(len(attempts))

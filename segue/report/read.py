@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from segue.config import Config, load_config
 from segue.errors import UserError
+from segue.report.steps import read_steps
 from segue.report.summary import partial_summary
-from segue.rundir import RunDir, read_jsonl
+from segue.report.table import rows
+from segue.rundir import RunDir
 
 
 def read_report(path: Path) -> tuple[dict[str, Any], str]:
@@ -20,8 +22,8 @@ def read_report(path: Path) -> tuple[dict[str, Any], str]:
     """
     run = RunDir.open(path)
     if run.summary.is_file():
-        return _load(run.summary), ""
-    lines = read_jsonl(run.metrics)
+        return read_summary(run), ""
+    lines = read_steps(run.metrics)
     config = load_config(run.config)
     known = partial_summary(config.mode, age_bound(run, config), lines)
     on = "a stopped run goes on with --resume" if run.complete_checkpoints() else "it has no checkpoint to go on from yet"
@@ -39,17 +41,34 @@ def age_bound(run: RunDir, config: Config) -> int:
 
 
 def recorded_evals(run: RunDir) -> dict[str, Any]:
-    """The evaluations so far by name, as summary.json has them; empty if there are none."""
-    return _load(run.evals) if run.evals.is_file() else {}
+    """The evaluations so far by name, as summary.json has them; empty if there are none. Raises `UserError` for other things."""
+    found = _load(run.evals) if run.evals.is_file() else {}
+    if not all(of is None or (isinstance(of, dict) and isinstance(of.get("success"), (int, float))) for of in found.values()):
+        raise UserError(f"{run.evals} holds no evaluations: {_REMEDY}.")
+    return found
+
+
+def read_summary(run: RunDir) -> dict[str, Any]:
+    """summary.json. Raises `UserError` where it cannot be read, or lacks what its table shows."""
+    summary = _load(run.summary)
+    try:
+        for _ in rows(summary):
+            pass
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UserError(f"{run.summary} is no summary of this version of Segue, or damaged: {_REMEDY}.") from None
+    return summary
+
+
+_REMEDY = "restore it, or remove it to see the figures of the steps"
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): restore it, or remove it to see the figures of the steps.") from None
+        raise UserError(f"{path} cannot be read ({error}): {_REMEDY}.") from None
     if not isinstance(summary, dict):
-        raise UserError(f"{path} holds no figures: restore it, or remove it to see the figures of the steps.")
+        raise UserError(f"{path} holds no figures: {_REMEDY}.")
     return summary
 
 
@@ -67,7 +86,7 @@ def condition_of(run: RunDir, config: Config, steps: int) -> Condition:
     if run.held():
         return Condition("goes on", f"It goes on: {of} are trained.")
     if run.summary.is_file():
-        seconds = _load(run.summary).get("wall_seconds")
+        seconds = read_summary(run)["wall_seconds"]
         return Condition("done", f"It is done: {of} in {seconds:.0f} s." if seconds else f"It is done: {of}.")
     saved = run.complete_checkpoints()
     go_on = f"{saved[-1].path.name} is its newest checkpoint, from which --resume goes on" if saved else "it has no checkpoint"

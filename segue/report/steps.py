@@ -27,7 +27,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from segue.errors import UserError
+from segue.files import read_jsonl
 
 
 def step_line(
@@ -70,15 +74,44 @@ def step_line(
     return line | dict(stats)
 
 
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, a torn last one left out. Raises `UserError` for a file or a line that is none."""
+    lines = read_jsonl(path)
+    for number, line in enumerate(lines, 1):
+        if not is_step(line):
+            raise UserError(f"Line {number} of {path} is not the line of a step: restore the file or remove that line.")
+    return lines
+
+
+def is_step(line: Mapping[str, Any]) -> bool:
+    """Whether a line has its step, and figures of the shape that readers of lines rely on."""
+    ages, prefill, spent = (line.get(key) or {} for key in ("ages", "prefill_tokens", "state_seconds"))
+    return (
+        _is_count(line.get("step"))
+        and (ages == {} or (isinstance(ages, list) and all(map(_is_count, ages))))
+        and _are_numbers(prefill)
+        and isinstance(spent, dict)
+        and all(map(_are_numbers, spent.values()))
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(value, (int, float)) for value in values.values())
+
+
 def without_seconds(line: Mapping[str, Any]) -> dict[str, Any]:
     """The line without durations and moments: equal in two serial runs of one config."""
     return {key: value for key, value in line.items() if not key.endswith("seconds")}
 
 
 def number(line: Mapping[str, Any], key: str) -> float | None:
-    """A statistic of a line; None if it is absent or was not a finite number."""
+    """A statistic of a line; None if it is absent or not a finite number."""
     value = line.get(key)
-    return None if value is None or not math.isfinite(value) else float(value)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def total(lines: Iterable[Mapping[str, Any]], key: str) -> float:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 from segue.metrics.vocabulary import OTHER, STATES, is_idle
 from segue.monitoring.firing import Firing
-from segue.report import step_text
+from segue.report.console import GAP, step_fields
 from segue.top.model import Ages, Picture, Process
 
 BAR = 24
@@ -34,11 +34,28 @@ def draw(title: str, condition: str, picture: Picture, alerts: Alerts | None, of
     moment = time.strftime("%H:%M:%S", time.localtime(wall))
     parts: list[RenderableType] = [Text.assemble((title, "bold"), f"  {condition}  {moment}, shares over {over}."), Text()]
     if picture.line is not None:
-        parts += [Text(step_text(picture.line, of)), Text()]
+        parts += [_Fields(step_fields(picture.line, of)), Text()]
     if picture.processes:
         parts += [_processes(picture), Text()]
     parts.append(_figures([*figures(picture), *([] if alerts is None else _alerts(*alerts, wall))]))
     return Group(*parts)
+
+
+class _Fields:
+    """Fields side by side, on as many lines as the terminal's width asks for; none is torn apart."""
+
+    def __init__(self, fields: Sequence[str]) -> None:
+        self._fields = fields
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for field in self._fields:
+            longer = f"{line}{GAP}{field}" if line else field
+            if line and len(longer) > options.max_width:
+                yield Text(line)
+                longer = field
+            line = longer
+        yield Text(line)
 
 
 def _processes(picture: Picture) -> Table:

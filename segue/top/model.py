@@ -234,17 +234,23 @@ def past(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None, 
     line = lines[-1] if lines else None
     roles = (summary or {}).get("roles") or {}
     spent = {role: figures["states"] for role, figures in roles.items()} or _spent(lines)
+    version = steps.number(line or {}, "version")
     p50, p95 = (steps.number(line or {}, f"env_step_{q}_seconds") for q in ("p50", "p95"))
     return Picture(
         span=None,
-        processes=[Process(role, shares_of(spent[role])) for role in ROLES if role in spent],
+        processes=[Process(role, _known(role, spent[role])) for role in ROLES if role in spent],
         ages=_ages(line, steps.age_histogram(lines), bound),
         line=line,
-        newest=None if line is None else int(line["version"]),
+        newest=None if version is None else int(version),
         latency=None if p50 is None or p95 is None else Latency(p50, p95, "last step"),
         per_second=_past_rates(lines),
         success={name: found["success"] for name, found in ((summary or {}).get("eval") or {}).items() if found},
     )
+
+
+def _known(role: str, spent: Mapping[str, float]) -> dict[str, float]:
+    """Shares of the states that this version of Segue knows."""
+    return shares_of({state: spent.get(state, 0.0) for state in STATES[role]})
 
 
 def _spent(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

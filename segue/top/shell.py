@@ -20,8 +20,9 @@ from rich.live import Live
 from segue.config import load_config
 from segue.metrics.scrape import Scraper
 from segue.monitoring.firing import alerts_of
-from segue.report.read import age_bound, condition_of, read_report
-from segue.rundir import RunDir, read_jsonl
+from segue.report.read import age_bound, condition_of, read_summary
+from segue.report.steps import read_steps
+from segue.rundir import RunDir
 from segue.top.draw import draw
 from segue.top.model import Look, live, past
 from segue.top.steps_seen import StepsSeen
@@ -96,7 +97,7 @@ class Watch:
             before = self._looks[0] if len(self._looks) > 1 else None
             seen = live(before, look, self._bound)
         else:
-            lines = read_jsonl(self._run.metrics)
+            lines = read_steps(self._run.metrics)
             seen = past(lines, self._summary(), self._bound)
             if self.goes_on:
                 sentence += self._silence(bool(lines))
@@ -112,4 +113,4 @@ class Watch:
         return " No process answers yet." if not trains else " No process answers: it may be stopping."
 
     def _summary(self) -> dict[str, Any] | None:
-        return read_report(self._run.path)[0] if self._run.summary.is_file() else None
+        return read_summary(self._run) if self._run.summary.is_file() else None

@@ -11,7 +11,7 @@ from segue.report import steps
 
 
 class StepsSeen:
-    """What the lines say so far. Lines that are no JSON objects are passed over: whoever writes them is not done, or `segue
+    """What the lines say so far. Lines that are none of a step's are passed over: whoever writes them is not done, or `segue
     report` will complain."""
 
     def __init__(self, path: Path) -> None:
@@ -34,8 +34,8 @@ class StepsSeen:
                     self._file = there.st_dev, there.st_ino
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
-            self._forget()
+        except OSError:
+            self._forget()  # not there yet, or not to be read: once the run is over that is told
             return
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -47,6 +47,6 @@ class StepsSeen:
             line = json.loads(text)
         except ValueError:
             return
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
+        if isinstance(line, dict) and steps.is_step(line):
             self.newest = line
             self.ages = steps.age_histogram([{"ages": self.ages}, line])

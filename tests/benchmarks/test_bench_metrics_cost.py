@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.metrics_cost import INTERVAL_SECONDS, overall, share
+from benchmarks.metrics_cost import INTERVAL_SECONDS, asked_seconds, overall, share, write_seconds
 
 
 def target(writes: float, scraping: float, cpu: float | None) -> dict[str, float]:
@@ -17,10 +17,17 @@ def test_writes_and_scrapes_are_weighed_against_the_cpu_seconds_of_their_process
     before = {name: target(100, 0.5, 10.0) for name in hosts} | {"weightsync-rollout-0": target(10, 0.1, None)}
     after = {name: target(1100, 0.6, 20.0) for name in hosts} | {"weightsync-rollout-0": target(510, 0.2, None)}
     seconds = 10 * INTERVAL_SECONDS
-    roles = share(before, after, seconds, 1e-5, scrapes=20)
+    asked = {"scheduler": 1e-3, "rollout": 1e-3, "envpool": 1e-3, "learner": 1e-3, "weightsync": 2e-3}
+    roles = share(before, after, seconds, 1e-5, scrapes=20, asked=asked)
     assert roles["scheduler"]["write_share"] == pytest.approx(1000 * 1e-5 / 10)
     assert roles["scheduler"]["scrape_share"] == pytest.approx(0.1 / 20 * 10 / 10)
     assert roles["rollout"]["writes"] == 2500 and roles["rollout"]["cpu_seconds"] == 20.0
     assert roles["rollout"]["scrape_share"] == pytest.approx(0.3 / 20 * 10 / 20)
-    total = (3 * 1000 + 2500) * 1e-5 + (3 * 0.1 + 0.3) / 20 * 10
+    assert roles["learner"]["step_share"] == pytest.approx(20 * 1e-3 / 10)
+    assert roles["rollout"]["step_share"] == pytest.approx(20 * (2 * 1e-3 + 2e-3) / 20), "its weight sync is asked too"
+    total = (3 * 1000 + 2500) * 1e-5 + (3 * 0.1 + 0.3) / 20 * 10 + 20 * (5 * 1e-3 + 2e-3)
     assert overall(roles) == pytest.approx(total / 50)
+
+
+def test_what_a_write_and_an_answer_cost_is_measured() -> None:
+    assert 0.0 < write_seconds(2000, 2) < asked_seconds("rollout", 5, 2), "an answer reads hundreds of values"

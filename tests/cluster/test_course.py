@@ -20,9 +20,10 @@ from segue.config import Config, to_toml
 from segue.config.root import resolve
 from segue.console import Console
 from segue.errors import RunFailed
+from segue.files import JsonLines, read_jsonl
 from segue.ports.rpc import Done, Service
 from segue.ports.scheduler import OPEN_TRAINING, START_EVAL, WATCH_EVENTS, EventsReply, OpenTraining, RunEvent, WatchEvents
-from segue.rundir import JsonLines, RunDir, read_jsonl
+from segue.rundir import RunDir
 
 SECONDS = 30.0
 """Until a course that does not end fails its test."""

@@ -18,7 +18,7 @@ from launches import ROOT, Launch
 from namespaces import Hosts, lacking
 
 from segue.config import load_config
-from segue.rundir import read_jsonl
+from segue.files import read_jsonl
 
 FIRST_STEP_SECONDS = 90.0
 CUT_SECONDS = 30.0

@@ -13,7 +13,8 @@ import pytest
 from launches import ROOT, SCRUB, Launch
 from slurm import Slurm, lacking
 
-from segue.rundir import RunDir, read_jsonl
+from segue.files import read_jsonl
+from segue.rundir import RunDir
 
 JOB_SECONDS = 240.0
 

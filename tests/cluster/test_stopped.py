@@ -10,7 +10,8 @@ import pytest
 from segue.cluster.stopped import as_it_can_be, go_on_command, stopped_text, tell_stopped
 from segue.config import to_toml
 from segue.config.root import resolve
-from segue.rundir import JsonLines, RunDir
+from segue.files import JsonLines
+from segue.rundir import RunDir
 
 CONFIG = resolve({"steps": 8, "task": {"env": "latency"}, "model": {"path": "x"}}, "a test")
 

@@ -18,7 +18,7 @@ from segue.config import Config, load_config, to_toml
 from segue.metrics.catalogue import CATALOGUE
 
 pytestmark = pytest.mark.processes
-STATE_SECONDS = "segue_worker_state_seconds_total"
+STATE_SECONDS, ELAPSED = "segue_worker_state_seconds_total", "segue_worker_elapsed_seconds_total"
 
 
 @dataclass
@@ -32,8 +32,9 @@ class Scrape:
     health: dict[str, object]
     status: int
 
-    def state_seconds(self) -> float:
-        return sum(s.value for s in self.families[STATE_SECONDS.removesuffix("_total")].samples if s.name == STATE_SECONDS)
+    def total(self, name: str) -> float:
+        """The sum of a metric's series."""
+        return sum(s.value for s in self.families[name.removesuffix("_total")].samples if s.name == name)
 
 
 @dataclass
@@ -163,14 +164,20 @@ def test_metrics_are_those_of_the_catalogue(made: Smoke) -> None:
             assert (family.type, family.documentation) == (metric.kind, metric.help), f"{name}: {full}"
 
 
-def test_state_seconds_pass_like_the_clock(made: Smoke) -> None:
-    """Between two scrapes a role's states grow by the time that passed, as far as this process can tell it."""
+def test_state_seconds_sum_to_elapsed_time(made: Smoke) -> None:
+    """Both are read in the process at one moment, so that nothing but the clock itself can part them."""
     slots = made.config.envpool.workers * made.config.envpool.instances
+    for name, seen in [*made.first.items(), *made.second.items()]:
+        each = slots if name.startswith("envpool") else 1
+        assert seen.total(STATE_SECONDS) == pytest.approx(each * seen.total(ELAPSED), rel=0.01), name
+
+
+def test_elapsed_time_is_that_of_this_machine(made: Smoke) -> None:
+    """All processes of a machine have one monotonic clock: a scrape's moment lies between its beginning and its end."""
     for name, first in made.first.items():
         second = made.second[name]
-        each = slots if name.startswith("envpool") else 1
-        passed = (second.state_seconds() - first.state_seconds()) / each
-        assert second.began - first.ended - 0.01 <= passed <= second.ended - first.began + 0.01, name
+        passed = second.total(ELAPSED) - first.total(ELAPSED)
+        assert second.began - first.ended <= passed <= second.ended - first.began, name
 
 
 def test_the_saved_config_resolves_to_itself(made: Smoke) -> None:

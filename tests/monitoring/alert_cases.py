@@ -20,13 +20,15 @@ SYNC_LABELS = {"run": "r", "role": "weightsync", "rank": "rollout-0", "node": "n
 
 @dataclass(frozen=True)
 class Fires:
-    """At `at` the alert fires once, with these labels; `value` is what its description makes of the value."""
+    """At `at` the alert fires once, with these labels; `value` is what its description makes of the value. Its condition does not
+    hold before `begins` (seconds)."""
 
     series: dict[str, str]
     at: str
     labels: dict[str, str]
     value: str = ""
     interval: str = "15s"
+    begins: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ CASES: dict[str, Cases] = {
         [Quiet("no transfer runs", {STARTED: "0x80"}, "5m"), Quiet("it has just begun", {STARTED: "200x80"}, "5m")],
     ),
     "SeguePolicyStalled": Cases(
-        [Fires({f"{LOADED}{{{ROLLOUT}}}": "10x100"}, "20m", ROLLOUT_LABELS, "19m 50s")],
+        [Fires({f"{LOADED}{{{ROLLOUT}}}": "10x100"}, "20m", ROLLOUT_LABELS, "19m 50s", begins=911)],
         [
             Quiet("nothing was loaded yet", {f"{LOADED}{{{ROLLOUT}}}": "0x100"}, "20m"),
             Quiet("it has just loaded", {f"{LOADED}{{{ROLLOUT}}}": "1000x100"}, "20m"),
@@ -176,7 +178,7 @@ CASES: dict[str, Cases] = {
         [Quiet("one in a hundred", calls(1, 99), "16m"), Quiet("nothing is called", calls(0, 0), "16m")],
     ),
     "SegueEchoTrap": Cases(
-        [Fires(training(*STEADY_THEN_LOW), "90m", {"run": "r", "env": "e"}, interval="60s")],
+        [Fires(training(*STEADY_THEN_LOW), "90m", {"run": "r", "env": "e"}, interval="60s", begins=76 * 60)],
         [
             Quiet(
                 "its reward rises: it has solved its tasks",
@@ -189,13 +191,13 @@ CASES: dict[str, Cases] = {
         ],
     ),
     "SegueGradSpike": Cases(
-        [Fires({GRADS: "1x75 8x20"}, "90m", {"run": "r"}, "8", "60s")],
+        [Fires({GRADS: "1x75 8x20"}, "90m", {"run": "r"}, "8", "60s", begins=76 * 60)],
         [Quiet("three times as large", {GRADS: "1x75 3x20"}, "90m", "60s"), Quiet("no history", {GRADS: "8x10"}, "10m", "60s")],
     ),
     "SegueNoHeartbeat": Cases(
         [
-            Fires({BEAT: "10x40"}, "5m", ROLLOUT_LABELS),
-            Fires({f"up{{{LEARNER}}}": "1x4 0x40"}, "5m", LEARNER_LABELS),
+            Fires({BEAT: "10x40"}, "5m", ROLLOUT_LABELS, begins=71),
+            Fires({f"up{{{LEARNER}}}": "1x4 0x40"}, "5m", LEARNER_LABELS, begins=75),
         ],
         [
             Quiet("it beats and answers", {BEAT: "1+15x40", f"up{{{ROLLOUT}}}": "1x40"}, "5m"),

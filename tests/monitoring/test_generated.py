@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from segue.monitoring import generate
 from segue.monitoring.boards import DASHBOARDS, EXEMPT
 from segue.monitoring.checks import metrics_behind, names_in, problems
 from segue.monitoring.generate import FOLDER
-from segue.monitoring.panels import dashboard_json
+from segue.monitoring.panels import Row, dashboard_json
 from segue.monitoring.yaml_text import yaml_text
 
 yaml: Any = pytest.importorskip("yaml", reason="it comes with Ray")
@@ -51,12 +52,25 @@ def test_what_is_wrong_is_found_and_said(tmp_path: Path, monkeypatch: pytest.Mon
         "runbook.md has no entry #echo-trap that names SegueGradSpike.",
         "runbook.md has an entry #echoes that no alert points to.",
     ]
+    page = tmp_path / "page.md"
+    page.write_text("Look at overview/Idle time\nby role, learner/Entropy, and learner/batches.py.")
+    assert generate.misnamed(page) == []
+    page.write_text("Look at learner/Entropy and overview/Entropy of the policy.")
+    assert generate.misnamed(page) == ["page.md points to overview/Entropy of the policy.…, which is no panel."]
     monkeypatch.setattr(generate, "DASHBOARDS", DASHBOARDS[1:])
     assert "segue_build_info is on no dashboard: put it on one, or give the reason in EXEMPT." in generate.unshown()
     monkeypatch.setitem(EXEMPT, "segue_build_info", "a test")
     assert not any(what.startswith("segue_build_info ") for what in generate.unshown())
     monkeypatch.setitem(EXEMPT, "segue_nothing", "a test")
     assert any(what.startswith("segue_nothing is exempted") for what in generate.unshown())
+
+
+def test_a_panel_that_needs_no_gpu_is_not_declared_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Declared ones are excused from having data."""
+    panel = next(panel for panel in DASHBOARDS[0].panels if panel.title == "Reward")
+    row = Row("R", (replace(panel, gpu=True),))
+    monkeypatch.setattr(generate, "DASHBOARDS", (replace(DASHBOARDS[0], rows=(row,)),))
+    assert generate.badly_described() == ["The panel overview/Reward is declared to need GPUs, and reads what is there without."]
 
 
 @pytest.mark.parametrize(

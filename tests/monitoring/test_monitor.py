@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -77,3 +78,16 @@ def test_a_prometheus_that_ends_by_itself_is_quoted(run: RunDir, tmp_path: Path,
         serve.monitor(run.path, free_port(), 5.0, print)
     config = (run.path / "metrics" / "prometheus" / "prometheus.yml").read_text()
     assert f"{run.path}/metrics/targets/*.json" in config and 'scrape_interval: "5s"' in config
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_sentence(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "find", lambda name: program(tmp_path, "exit 3"))
+    shutil.rmtree(run.logs)
+    with pytest.raises(RunFailed, match=r"ended by itself"):
+        serve.monitor(run.path, free_port(), 5.0, print)
+    shutil.rmtree(run.path / "metrics")
+    (run.path / "metrics").touch()
+    with pytest.raises(UserError, match=r"metrics/prometheus\S* cannot be written \(Not a directory\): make it"):
+        serve.monitor(run.path, free_port(), 5.0, print)

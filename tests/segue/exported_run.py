@@ -8,12 +8,13 @@ from typing import Any
 
 from segue.config import Config, to_toml
 from segue.config.root import resolve
+from segue.files import JsonLines, write_json
 from segue.metrics import ActivityClock, Metrics, SlotClock, StateClock
 from segue.metrics.samples import difference
 from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
 from segue.report import EpisodeCounts, EvalResult, RunFacts, build_summary, step_line
 from segue.report.counted import NAMES, counted
-from segue.rundir import JsonLines, RunDir, write_json
+from segue.rundir import RunDir
 
 ENV = "latency"
 SLOTS = 4

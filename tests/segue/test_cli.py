@@ -17,8 +17,9 @@ from segue import __version__
 from segue.cli import app
 from segue.config import load_config
 from segue.errors import RunFailed, UserError
+from segue.files import write_json
 from segue.report import EpisodeCounts, RunFacts, build_summary
-from segue.rundir import RunDir, write_json
+from segue.rundir import RunDir
 
 CONFIG = """
 mode = "async"

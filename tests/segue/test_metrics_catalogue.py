@@ -56,10 +56,11 @@ def test_names_and_labels_keep_the_conventions(metric: Metric) -> None:
 
 
 def test_every_metric_of_the_catalogue_is_set_somewhere() -> None:
-    """A row that nobody sets reads as a thing that never happens."""
+    """A row that nobody sets reads as a thing that never happens. Those who only read do not count."""
     root = Path(__file__).resolve().parents[2]
     rooms = ("scheduler", "envpool", "rollout", "learner", "weightsync", "segue")
-    sources = [path for room in rooms for path in (root / room).rglob("*.py") if path.name != "catalogue.py"]
+    readers = [root / "segue" / name for name in ("metrics/catalogue.py", "monitoring", "top", "report")]
+    sources = [path for room in rooms for path in (root / room).rglob("*.py") if not any(map(path.is_relative_to, readers))]
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
     own = {"segue_build_info", "segue_gpu_assignment_info"}  # what every registry sets of itself, when it is made
     assert [name for name in CATALOGUE if name not in own and f'"{name}"' not in text] == []

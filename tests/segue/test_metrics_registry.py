@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import threading
@@ -152,6 +153,50 @@ def test_an_attached_clock_becomes_state_seconds_and_a_one_hot() -> None:
     assert samples['segue_worker_state_seconds_total{state="compute"}'] == 3.0
 
 
+def test_elapsed_time_is_measured_beside_the_states_and_not_made_of_them() -> None:
+    states, machine = [100.0], [7.0]
+    metrics = Metrics("learner", monotonic=lambda: machine[0])
+    clock = StateClock(STATES["learner"], lambda: states[0])
+    states[0] += 50.0  # before it is attached: setting up
+    metrics.attach(clock)
+    states[0] += 3.0
+    machine[0] += 4.0
+    samples = metrics.snapshot()
+    assert samples["segue_worker_elapsed_seconds_total"] == 4.0
+    assert metrics.value("segue_worker_state_seconds_total") == 3.0, "a clock that loses time can be told"
+
+
+def test_a_clock_that_is_started_anew_counts_from_nothing_although_it_was_scraped_before() -> None:
+    """As a role does when its work begins: else what it had counted while it was set up would hide what it counts then."""
+    time = [100.0]
+    metrics = Metrics("learner", monotonic=lambda: time[0])
+    clock = StateClock(STATES["learner"], lambda: time[0])
+    metrics.attach(clock)
+    time[0] += 20.0
+    assert metrics.value("segue_worker_state_seconds_total", state="other") == 20.0
+    metrics.attach(clock)
+    time[0] += 5.0
+    assert metrics.value("segue_worker_state_seconds_total") == metrics.value("segue_worker_elapsed_seconds_total") == 5.0
+
+
+def test_scrapes_at_once_never_move_state_seconds_back() -> None:
+    metrics = Metrics("learner")
+    metrics.attach(StateClock(STATES["learner"], itertools.count().__next__))  # every reading is a second later
+    seen: list[list[float]] = [[] for _ in range(4)]
+
+    def scrape(into: list[float]) -> None:
+        for _ in range(300):
+            metrics.snapshot()
+            into.append(metrics._values["segue_worker_state_seconds_total"][("other",)])
+
+    threads = [threading.Thread(target=scrape, args=(into,)) for into in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(values == sorted(values) for values in seen)
+
+
 def test_a_clock_with_other_states_than_the_roles_is_refused() -> None:
     with pytest.raises(UndeclaredMetric, match="whose states are"):
         Metrics("learner").attach(StateClock(("dancing", "other"), lambda: 0.0))
@@ -203,6 +248,13 @@ def test_every_value_written_is_counted_whatever_way_it_came() -> None:
     metrics.histogram("segue_learner_step_seconds", phase="prepare").observe(0.1)
     metrics.observe_counts(AGE, [0, 1, 2], [5, 5, 5])
     assert metrics.value("segue_metric_writes_total") == 9
+    clock = StateClock(STATES["learner"], lambda: 0.0)
+    metrics.attach(clock)
+    with clock.in_state("compute"):
+        clock.enter("compute")  # it is there
+    assert metrics.value("segue_metric_writes_total") == 11
+    metrics.attach(clock)
+    assert metrics.value("segue_metric_writes_total") == 11, "starting it anew takes nothing back"
 
 
 def test_what_is_read_at_a_scrape_has_no_series_before_a_reader_is_there() -> None:

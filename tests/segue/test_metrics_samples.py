@@ -26,7 +26,7 @@ def parts(samples: Mapping[str, float]) -> dict[Any, float]:
 def test_an_exposition_is_read_as_it_was_written() -> None:
     time = [0.0]
     clock = StateClock(STATES["scheduler"], lambda: time[0])
-    metrics = Metrics("scheduler", envs=("latency",))
+    metrics = Metrics("scheduler", envs=("latency",), monotonic=lambda: time[0])
     metrics.attach(clock)
     with clock.in_state("dispatch"):
         time[0] = 2.5

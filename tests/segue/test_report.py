@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from segue.errors import UserError
+from segue.files import JsonLines, plain, write_json
 from segue.metrics import ActivityClock, Metrics, StateClock
 from segue.metrics.vocabulary import PREFILL_CAUSES, ROLLOUT_PRECEDENCE, STATES
 from segue.report import (
@@ -31,7 +32,7 @@ from segue.report import (
 from segue.report.read import read_report
 from segue.report.steps import age_histogram, age_max, age_mean, age_quantile, without_seconds
 from segue.report.table import rows
-from segue.rundir import JsonLines, RunDir, plain, write_json
+from segue.rundir import RunDir
 
 ISSUE_KEYS: dict[str, Any] = {
     "mode": None,

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from segue.cli import app
+from segue.files import read_jsonl
 from segue.report.curves import MOST, SMOOTHING, Chart, Series, charts, smoothed, thinned
 from segue.report.page import page_of
 from segue.report.svg import HEIGHT, LEFT, RIGHT, TOP, WIDTH, nice, svg
-from segue.rundir import RunDir, read_jsonl
+from segue.rundir import RunDir
 
 NOON = datetime(2026, 1, 2, 12, 0, 0)
 EVALS: dict[str, Any] = {"before": {"success": 0.25, "n": 4, "failed": 0}, "after": None}

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue import rundir
-from segue.errors import RunFailed, UserError
-from segue.rundir import JsonLines, RunDir, SampledTrajectories, disk_errors, plain, read_jsonl, write_atomic, write_json
+from segue.errors import UserError
+from segue.files import JsonLines, disk_errors, read_jsonl, write_json
+from segue.rundir import RunDir
 
 NOON = datetime(2026, 3, 1, 12, 0, 5)
 
@@ -187,40 +186,6 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path) -> None:
     assert [folder.step for folder in run.complete_checkpoints()] == [2, 10]
 
 
-# --- JSON lines -----------------------------------------------------------------------------------------------------
-
-
-def test_every_line_is_there_as_soon_as_it_is_appended(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with JsonLines(path) as lines:
-        for step in range(3):
-            lines.append({"step": step, "loss": float("nan"), "ages": (1, 2)})
-            assert read_jsonl(path)[-1] == {"step": step, "loss": None, "ages": [1, 2]}
-    with JsonLines(path) as lines:
-        lines.append({"step": 3})
-    assert [line["step"] for line in read_jsonl(path)] == [0, 1, 2, 3]
-
-
-@settings(max_examples=40)
-@given(cut=st.integers(0, 60))
-def test_a_torn_last_line_is_left_out_and_cut_before_the_next(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
-    path = tmp_path_factory.mktemp("torn") / "metrics.jsonl"
-    whole = b"".join(json.dumps({"step": step, "text": "ü"}).encode() + b"\n" for step in range(2))
-    path.write_bytes(whole[: min(cut, len(whole))])
-    before = read_jsonl(path)
-    assert [line["step"] for line in before] == list(range(whole[:cut].count(b"\n")))
-    with JsonLines(path) as lines:
-        lines.append({"step": 9})
-    assert read_jsonl(path) == [*before, {"step": 9}]
-
-
-def test_a_broken_line_in_the_middle_is_one_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\nnonsense\n{"step": 1}\n')
-    with pytest.raises(UserError, match=r"Line 2 of .*metrics.jsonl is no JSON object"):
-        read_jsonl(path)
-
-
 @settings(max_examples=40)
 @given(step=st.integers(0, 12), steps=st.integers(0, 10))
 def test_a_resume_at_step_s_keeps_the_steps_below_s(tmp_path_factory: pytest.TempPathFactory, step: int, steps: int) -> None:
@@ -247,66 +212,6 @@ def test_truncating_metrics_that_do_not_exist_is_nothing(tmp_path: Path) -> None
             run.truncate_metrics(3)
 
 
-# --- files that are whole or absent ---------------------------------------------------------------------------------
-
-
-def test_an_atomic_write_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_json(path, {"a": 1, "loss": float("inf")})
-    write_json(path, {"a": (2, 3)})
-    assert json.loads(path.read_text()) == {"a": [2, 3]}
-    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
-    assert path.stat().st_mode & 0o777 == 0o644
-
-
-def test_a_write_that_fails_keeps_the_old_file_and_no_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "summary.json"
-    write_atomic(path, b"old")
-
-    def no_space(fd: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(RunFailed, match="the disk is full: free some space there and go on with --resume") as failed:
-        write_atomic(path, b"new")
-    assert failed.value.part == "disk"
-    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["summary.json"]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_metrics_is_one_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.symlink_to("/dev/full")
-    lines = JsonLines.__new__(JsonLines)  # opening it reads it, which /dev/full answers with zeros without end
-    lines.path = path
-    lines._file = open(path, "ab", buffering=0)  # noqa: SIM115
-    with pytest.raises(RunFailed) as failed:
-        lines.append({"step": 1})
-    assert str(failed.value) == (
-        f"{path} could not be written because the disk is full: free some space there and go on with --resume."
-    )
-    lines._file.close()
-
-
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        (errno.ENOSPC, "disk is full"),
-        (errno.EDQUOT, "disk is full"),
-        (errno.EROFS, "not allowed"),
-        (errno.EIO, "reports an error"),
-    ],
-)
-def test_each_disk_trouble_has_its_sentence(number: int, words: str) -> None:
-    with pytest.raises(RunFailed, match=words), disk_errors(Path("x")):
-        raise OSError(number, os.strerror(number))
-
-
-def test_other_errors_are_not_taken_for_a_full_disk() -> None:
-    with pytest.raises(FileNotFoundError), disk_errors(Path("x")):
-        raise FileNotFoundError(errno.ENOENT, "no such file")
-
-
 def test_a_full_disk_at_the_start_is_the_users_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(path: Path, data: bytes) -> None:
         with disk_errors(path):
@@ -317,41 +222,8 @@ def test_a_full_disk_at_the_start_is_the_users_sentence(tmp_path: Path, monkeypa
         RunDir.create(tmp_path / "demo", "")
 
 
-JSON = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
-
-
-@settings(max_examples=40)
-@given(st.recursive(JSON, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)))
-def test_plain_makes_valid_json_and_changes_nothing_but_what_is_not_finite(value: Any) -> None:
-    made = plain(value)
-    assert json.loads(json.dumps(made, allow_nan=False)) == made
-    assert plain(made) == made
-
-
 def test_targets_of_a_crashed_attempt_are_cleared(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "demo", "")
     write_json(run.targets / "learner-0.json", [])
     run.clear_targets()
     assert not list(run.targets.iterdir())
-
-
-# --- sampled trajectories -------------------------------------------------------------------------------------------
-
-
-def test_the_newest_trajectories_are_kept_and_numbering_goes_on(tmp_path: Path) -> None:
-    first = SampledTrajectories(tmp_path, "rollout-0", 3)
-    for number in range(5):
-        first.save(lambda number=number: {"n": number})  # type: ignore[misc]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"rollout-0-{n:06d}.json" for n in (2, 3, 4)]
-    again = SampledTrajectories(tmp_path, "rollout-0", 3)
-    path = again.save(lambda: {"n": 5})
-    assert path == tmp_path / "rollout-0-000005.json" and json.loads(path.read_text()) == {"n": 5}
-    SampledTrajectories(tmp_path, "rollout-1", 3).save(lambda: {"n": 0})
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "rollout-0-000003.json", "rollout-0-000004.json", "rollout-0-000005.json", "rollout-1-000000.json",
-    ]  # fmt: skip
-
-
-def test_none_are_made_when_none_are_kept(tmp_path: Path) -> None:
-    assert SampledTrajectories(tmp_path, "rollout-0", 0).save(lambda: pytest.fail("asked for")) is None
-    assert not list(tmp_path.iterdir())

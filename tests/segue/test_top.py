@@ -26,12 +26,14 @@ from typer.testing import CliRunner
 from segue.cli import app
 from segue.config import to_toml
 from segue.errors import UserError
+from segue.files import JsonLines, write_atomic, write_json
 from segue.metrics.exporter import Exporter
 from segue.metrics.heartbeat import Heartbeat
 from segue.metrics.scrape import Scraper, Target, targets
 from segue.monitoring.firing import Firing, alerts_of, read_alerts
 from segue.monitoring.serve import address_file
-from segue.rundir import JsonLines, RunDir, write_atomic, write_json
+from segue.report.console import step_fields
+from segue.rundir import RunDir
 from segue.top.draw import bar, draw, figures
 from segue.top.model import Look, Process, live
 from segue.top.shell import top
@@ -245,6 +247,21 @@ def test_everything_fits_on_a_screen_of_eighty_columns() -> None:
     assert len(lines) < 40 and max(map(len, lines)) <= 80
     assert re.search(r"^rollout × 40 +█{18}░{6}  75%  generate 75%, wait", text.get(), re.M), "words are cut, figures are not"
     assert dict(figures(picture))["tokens/s"] == "sampled 4,000, prefilled 1,600, trained in the last step 150"
+
+
+@pytest.mark.parametrize("width", [40, 77, 80, 100, 160])
+def test_no_field_of_the_newest_step_is_torn_apart(width: int) -> None:
+    exported = Exported()
+    line = line_of(2)
+    console = Console(file=io.StringIO(), width=width, height=50)
+    with console.capture() as text:
+        console.print(draw("Run x", "It goes on.", live(None, Look(exported.time, 5000.0, line=line), 4), None, 100_000, 5000.0))
+    lines = [line.rstrip() for line in text.get().splitlines()]
+    assert max(map(len, lines)) <= width
+    first, end = lines.index("") + 1, lines.index("", lines.index("") + 1)
+    shown = "  ".join(lines[first:end])
+    for field in step_fields(line, 100_000):
+        assert field in shown
 
 
 # --- alerts -------------------------------------------------------------------------------------------------------------------

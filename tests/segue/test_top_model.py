@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from exported_run import ENV, Exported, line_of, write_run
 
+from segue.files import read_jsonl
 from segue.report.read import read_report
-from segue.rundir import read_jsonl
 from segue.top import model
 from segue.top.model import EACH, IDLEST, Ages, Look, Picture, Process, Queue, past
 

@@ -30,7 +30,7 @@ from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, J
 from segue.cluster.ports import free_ports
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family, sigterm_blocked
 from segue.errors import RunFailed, UserError
-from segue.rundir import write_atomic
+from segue.files import write_atomic
 
 RETRY_SECONDS = 1.0
 REJOIN_SECONDS = (1.0, 2.0, 5.0, 10.0)

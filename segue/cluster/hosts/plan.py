@@ -10,7 +10,8 @@ import msgspec
 
 from segue.cluster.hosts.layout import Seat
 from segue.cluster.hosts.messages import HostFacts
-from segue.rundir import RunDir, write_json
+from segue.files import write_json
+from segue.rundir import RunDir
 
 FILE = "hosts.json"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from segue.monitoring.panels import Dashboard, Panel, Query, Row
 from segue.monitoring.query import increase, over, quantile, rate, select, share
 
+_FIRING = 'alertstate="firing", alertname=~"Segue.+"'
+
 _LEARNING = Row(
     "Learning",
     (
@@ -43,7 +45,7 @@ _LEARNING = Row(
             "Firing alerts",
             "Alerts of monitoring/prometheus/alerts.yml that fire now; docs/runbook.md says what to do.",
             "count",
-            (Query('sum by (alertname) (ALERTS{alertstate="firing", alertname=~"Segue.+"}) or vector(0)', "{{alertname}}"),),
+            (Query(f"{over('sum', 'ALERTS', 'alertname', where=_FIRING)} or vector(0)", "{{run}} {{alertname}}"),),
             "stat",
         ),
         Panel(
@@ -74,6 +76,21 @@ _WAITING = Row(
             "Above 5 % something is not accounted for.",
             "ratio",
             (Query(select("role:segue_other:ratio_rate5m"), "{{run}} {{role}}"),),
+        ),
+        Panel(
+            "Time that the states account for",
+            "Seconds in all states over elapsed time (times slots), by another clock: 1, or the state clock errs.",
+            "ratio",
+            (
+                Query(
+                    share(
+                        rate("segue_worker_state_seconds_total", "role", "rank"),
+                        f"{over('sum', 'segue_worker_state', 'role', 'rank')}\n"
+                        f"* {rate('segue_worker_elapsed_seconds_total', 'role', 'rank')}",
+                    ),
+                    "{{run}} {{role}}-{{rank}}",
+                ),
+            ),
         ),
         Panel(
             "Scheduler's time by state",
