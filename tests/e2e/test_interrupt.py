@@ -111,6 +111,7 @@ def attempts(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run / "attempts.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_at_once(smoke: Path, tmp_path: Path) -> None:
     """The first one waits for a learner that cannot stop, because it is stopped already."""
     with Command("train", smoke, "--run", tmp_path / "run", *LONG) as command:
@@ -160,6 +161,7 @@ def test_ctrl_c_while_the_roles_start(smoke: Path, tmp_path: Path) -> None:
         command.assert_nothing_left()
 
 
+@pytest.mark.full
 def test_ctrl_c_during_an_evaluation(smoke: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with Command("train", smoke, "--run", run, *LONG, "--set", "eval.tasks=2000") as command:

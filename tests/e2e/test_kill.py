@@ -49,8 +49,8 @@ def process(name: str) -> Callable[[Command], int]:
         (role("learner-0"), "learner-0"),
         pytest.param(role("scheduler-0"), "scheduler-0", marks=pytest.mark.full),
         pytest.param(process("gcs_server"), "Ray's control store (gcs_server)", marks=pytest.mark.full),
-        (process("raylet"), "Ray's node process (raylet)"),
-        (process("segue.cluster.driver"), "The driver"),
+        pytest.param(process("raylet"), "Ray's node process (raylet)", marks=pytest.mark.full),
+        pytest.param(process("segue.cluster.driver"), "The driver", marks=pytest.mark.full),
     ],
     ids=["learner", "scheduler", "gcs_server", "raylet", "driver"],
 )

@@ -12,7 +12,7 @@ from e2e_run import END_SECONDS, Command, assert_whole, kill, lines_of, segue, s
 from segue.config import load_config
 
 pytestmark = pytest.mark.processes
-FEWER = ("--set", "steps=5", "--set", "eval.tasks=0")
+FEWER = ("--set", "steps=5", "--set", "eval.tasks=0", "--set", "rollout.nodes=1")
 
 
 def trained(smoke: Path, run: Path, *flags: str) -> dict[str, Any]:
@@ -59,6 +59,7 @@ def test_sync_on_ray(smoke: Path, tmp_path: Path) -> None:
     assert_synchronous(tmp_path / "run", trained(smoke, tmp_path / "run", "--set", "mode=sync"))
 
 
+@pytest.mark.full
 def test_one_step_off_is_one_step_off_serially(smoke: Path, tmp_path: Path) -> None:
     assert_one_step_off(tmp_path / "run", trained(smoke, tmp_path / "run", "--set", "mode=one_step_off", "--serial"))
 
@@ -75,7 +76,8 @@ def test_one_step_off(smoke: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("inflight", ["keep", "turn", "episode"])
 def test_every_way_across_an_update(smoke: Path, tmp_path: Path, inflight: str) -> None:
-    summary = trained(smoke, tmp_path / "run", "--set", f"update.inflight={inflight}", "--set", "update.rolling=0.5")
+    flags = (f"update.inflight={inflight}", "update.rolling=0.5", "rollout.nodes=2")
+    summary = trained(smoke, tmp_path / "run", *(word for flag in flags for word in ("--set", flag)))
     assert summary["logprob_gap"]["max"] < 1e-3
 
 

@@ -89,6 +89,7 @@ def test_an_evaluation_of_which_nothing_is_left_ends_the_run(smoke: Path, model:
     assert f'bugs.py", line {LINE}, in step' in log
 
 
+@pytest.mark.full
 def test_some_failures_of_an_evaluation_are_a_warning_and_many_of_training_end_the_run(
     smoke: Path, model: Path, tmp_path: Path
 ) -> None:
