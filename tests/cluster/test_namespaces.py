@@ -92,7 +92,8 @@ def test_the_quickstart_learns_across_hosts(hosts: Hosts, tmp_path: Path) -> Non
 
 def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: Hosts, tmp_path: Path) -> None:
     steps = 24
-    words = ("configs/smoke.toml", "--set", APART, "--set", f"steps={steps}", "--set", "rollout.nodes=1", "--set", "eval.tasks=0")
+    sets = (APART, f"steps={steps}", "rollout.nodes=1", "eval.tasks=0", "staleness.max_age=8")  # a bound that leaves no node idle
+    words = ("configs/smoke.toml", *(word for each in sets for word in ("--set", each)))
     with ExitStack() as stack:
         head, *members = [stack.enter_context(each) for each in launch(hosts, tmp_path, *words)]
         head.line(r"^step +1/", FIRST_STEP_SECONDS)
@@ -108,6 +109,7 @@ def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: 
         node = stack.enter_context(Launch(watch, tmp_path / "node.txt"))
         node.line(r"^\d", 30.0)
         head.line(r"^step +4/", 60.0)
+        node.line(r"^\S+ \S+ \S+ \S+ ([4-9]|1\d)\.0\n\Z", 30.0)  # it has episodes at this moment
         cut = time.monotonic()
         hosts.cut(1)
         time.sleep(CUT_SECONDS)  # the promise is about this long an absence
