@@ -15,6 +15,10 @@ from segue.cluster.processes import end_family
 from segue.config import Config
 from segue.errors import RunFailed
 
+log = logging.getLogger(__name__)
+
+_LATE = "timed out during startup"
+"""In what Ray says where its node process was not known to its control store after 30 s, as on a machine with much else to do."""
 _NAMES = {"gcs_server": "Ray's control store (gcs_server)", "raylet": "Ray's node process (raylet)"}
 
 
@@ -22,22 +26,30 @@ class RayCluster:
     """A local Ray, whose files are in `folder`: a short path, because a socket's path may not be long. Its maker removes it."""
 
     def __init__(self, config: Config, folder: Path, resources: dict[str, float] | None = None) -> None:
-        try:
-            # "local", because RAY_ADDRESS or a Ray that is already running here must not catch this run.
-            ray.init(
-                address="local",
-                num_cpus=0,
-                resources=resources,
-                include_dashboard=False,
-                object_store_memory=config.cluster.object_store_bytes,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _node_ip_address=config.cluster.interface,
-                _temp_dir=str(folder),
-            )
-        except Exception as error:  # Ray's start-up raises whatever went wrong below it
-            what = " ".join(str(error).split())
-            raise RunFailed("ray", f"Ray did not start ({what}): look at memory, disk and ports of this machine.") from error
+        for last in (False, True):
+            try:
+                # "local", because RAY_ADDRESS or a Ray that is already running here must not catch this run.
+                ray.init(
+                    address="local",
+                    num_cpus=0,
+                    resources=resources,
+                    include_dashboard=False,
+                    object_store_memory=config.cluster.object_store_bytes,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _node_ip_address=config.cluster.interface,
+                    _temp_dir=str(folder),
+                )
+                return
+            except Exception as error:  # Ray's start-up raises whatever went wrong below it
+                what = " ".join(str(error).split())
+                if last or _LATE not in what:
+                    raise RunFailed(
+                        "ray", f"Ray did not start ({what}): look at memory, disk and ports of this machine."
+                    ) from error
+            log.warning("Ray did not start in the 30 s that it gives itself; trying once more")
+            ray.shutdown()
+            end_family(grace_seconds=0.0)  # nothing but that Ray runs below this process yet
 
     def processes(self) -> list[tuple[int, str]]:
         """(pid, what it is) of the parts without which Ray does not go on."""
