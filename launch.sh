@@ -172,6 +172,12 @@ check_hosts() {
     number NUM_NODES "$hosts" "set it to how many hosts the run has"
     number NODE_RANK "$rank" "set it to this host's number, from 0"
     number HEAD_PORT "$port" "set it to a port of host 0, or leave it out"
+    if [ -z "${NUM_NODES:-}" ]; then
+        local name
+        for name in HEAD_ADDR NODE_RANK; do
+            [ -z "${!name:-}" ] || fail "$name is set and NUM_NODES is not: set it to how many hosts the run has, or unset $name."
+        done
+    fi
     [ "$hosts" -gt 1 ] || [ "$rank" != 0 ] || return 0
     [ -n "${HEAD_ADDR:-}" ] || fail "NUM_NODES=$hosts needs HEAD_ADDR: set it to an address of host 0 that all hosts reach."
     [ -n "${NODE_RANK:-}" ] || fail "NUM_NODES=$hosts needs NODE_RANK: set it to this host's number, from 0 to $((hosts - 1))."
@@ -243,7 +249,7 @@ fi
 [ -z "$slurm" ] || under_slurm "$@"  # everything is installed: the nodes find it
 export SEGUE_COMMAND="$0"  # what a hint to go on tells the user to call
 segue=("$venv/bin/python" -m segue.cli)
-member=("${segue[@]}" join --address "${HEAD_ADDR:-}" --port "$port" --own-address "${NODE_ADDR:-}" --seconds "${JOIN_SECONDS:-600}" ${SLURM_JOB_ID:+--forgiving})
+member=("${segue[@]}" join --address "${HEAD_ADDR:-}" --port "$port" ${NODE_ADDR:+--own-address "$NODE_ADDR"} --seconds "${JOIN_SECONDS:-600}" ${SLURM_JOB_ID:+--forgiving})
 head=("${segue[@]}" train "$@")
 [ "$hosts" -eq 1 ] || head+=(--hosts "$hosts" --address "${HEAD_ADDR:-}" --port "$port")
 if [ -n "$dry" ]; then

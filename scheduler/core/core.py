@@ -71,7 +71,9 @@ class SchedulerCore:
     def __init__(self, config: Config, task_count: int | None = None) -> None:
         t = self.tables = Tables(config)
         self._sync = config.mode == "sync"
-        self._alone_seconds = config.cluster.silence_seconds + config.scheduler.lease_seconds
+        # The driver replaces nodes, and ends the run where it cannot: this is how long that may take, and then a little.
+        cluster = config.cluster
+        self._alone_seconds = cluster.silence_seconds + cluster.absence_seconds + cluster.start_seconds
         self.progress = Progress()
         self.leases = Leases(t)
         self.groups = Groups(t, self.leases)

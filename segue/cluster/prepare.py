@@ -146,7 +146,8 @@ def _resume(path: Path, config: Config) -> tuple[RunDir, CheckpointFolder]:
         )
     if checkpoint.step == config.steps and RunDir(path).summary.is_file():
         raise UserError(
-            f"The run in {path} has done its {config.steps} steps: raise steps to go on, for instance with --set steps."
+            f"The run in {path} has done its {config.steps} steps: raise steps to go on, for instance with "
+            f"--set steps={2 * config.steps}."
         )
     _check_same_model(path, config)
     run = RunDir.resume(path, to_toml(config))

@@ -91,6 +91,9 @@ class Recovery:
                     f"{name} died {times} in an hour, more than cluster.restarts = {self._counts.limit}: see {dead.spec.log}.",
                 )
             dead.kill()
+            if placement is not None and dead.spec.role == "rollout" and self._lost(name):
+                seconds = self._config.cluster.absence_seconds
+                self._crew.say(f"{name} is gone with {placement.describe(name)}; it waits for that host for up to {seconds:g} s.")
             if placement is not None and not await placement.seat_again(name):
                 return self._leave_out(dead)
             where = f" on {placement.describe(name)}" if placement is not None else ""
@@ -162,4 +165,5 @@ class Recovery:
         except (RunFailed, UserError) as failure:
             self._crew.actors.pop(name, None)
             actor.kill()
-            self._crew.say(f"{name} stays away: {failure}")
+            why = "its process or its host went while it started" if isinstance(failure, Died) else str(failure)
+            self._crew.say(f"{name} stays away: {why}")

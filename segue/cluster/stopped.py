@@ -45,6 +45,12 @@ def as_it_can_be(sentence: str, run: RunDir) -> str:
     return sentence
 
 
+def tell_failed(run: RunDir, go_on: str) -> None:
+    """Print how to go on with a run that failed, if it has a checkpoint."""
+    if checkpoints := run.complete_checkpoints():
+        print(f"The newest checkpoint is {checkpoints[-1].path}. Go on with:\n  {go_on}", flush=True)
+
+
 def tell_stopped(run: RunDir, config: Config, go_on: str) -> None:
     """Print the figures of the steps so far, if there are any, and `stopped_text`."""
     if run.metrics.is_file() and run.metrics.stat().st_size:

@@ -27,7 +27,7 @@ from segue.cluster.hosts.several import Several
 from segue.cluster.hosts.where import Where
 from segue.cluster.prepare import Prepared, prepare
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family
-from segue.cluster.stopped import as_it_can_be, tell_stopped
+from segue.cluster.stopped import as_it_can_be, tell_failed, tell_stopped
 from segue.config import load_config
 from segue.console import surviving_stdout
 from segue.errors import RunFailed, UserError
@@ -72,6 +72,8 @@ def _train(prepared: Prepared, serial: bool, several: Several | None = None) -> 
     try:
         code = watch(prepared, serial, several=several)
     except RunFailed as failure:
+        with surviving_stdout():
+            tell_failed(prepared.run, prepared.go_on)
         raise RunFailed(failure.part, as_it_can_be(failure.sentence, prepared.run)) from failure
     if code > 128:
         with surviving_stdout():

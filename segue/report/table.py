@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
@@ -24,7 +25,8 @@ def summary_table(summary: Mapping[str, Any], title: str) -> Table:
 def print_summary(summary: Mapping[str, Any], title: str, file: IO[str]) -> None:
     """The table on a terminal; elsewhere one line per row, however long, so that no figure is torn apart."""
     if file.isatty():
-        Console(file=file).print(summary_table(summary, title))
+        width = os.get_terminal_size(file.fileno()).columns  # rich asks descriptors 0 to 2, which may be no terminal
+        Console(file=file, width=width or None).print(summary_table(summary, title))
         return
     found = list(rows(summary))
     width = max(len(subject) for subject, _ in found)

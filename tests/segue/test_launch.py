@@ -63,6 +63,8 @@ def checkout(tmp_path: Path) -> Checkout:
         ({"NUM_NODES": "2", "NODE_RANK": "first", "HEAD_ADDR": "10.0.0.1"}, "NODE_RANK=first is no number"),
         ({"NUM_NODES": "2", "NODE_RANK": "1"}, "NUM_NODES=2 needs HEAD_ADDR"),
         ({"NUM_NODES": "2", "HEAD_ADDR": "10.0.0.1"}, "NUM_NODES=2 needs NODE_RANK"),
+        ({"NODE_RANK": "0", "HEAD_ADDR": "10.0.0.1"}, "HEAD_ADDR is set and NUM_NODES is not"),
+        ({"NODE_RANK": "1"}, "NODE_RANK is set and NUM_NODES is not"),
     ],
 )
 def test_what_is_wrong_with_several_hosts_is_said_before_anything_is_installed(

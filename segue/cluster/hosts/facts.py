@@ -83,4 +83,5 @@ def _public(version: str) -> str:
 def short(host: HostFacts) -> str:
     """One host on a line of the plan."""
     gpus = f"{host.gpus} GPU{'s' if host.gpus != 1 else ''}" if host.gpus else "no GPU"
-    return f"{host.name} at {host.address}, {gpus}, {host.cores} cores"
+    at = f" at {host.address}" if host.address else ""  # a dry run knows none
+    return f"{host.name}{at}, {gpus}, {host.cores} cores"

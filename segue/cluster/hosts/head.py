@@ -12,6 +12,7 @@ It lives in the supervisor's process and uses threads: the supervisor waits for 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import queue
 import threading
@@ -82,6 +83,11 @@ class Head:
         try:
             self._listener = Listener((mine.address, port), "AF_INET6" if ":" in mine.address else "AF_INET", backlog=64)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise UserError(
+                    f"HEAD_ADDR = {mine.address} is no address of this host, which has NODE_RANK=0: correct HEAD_ADDR on all hosts, or "
+                    "start NODE_RANK=0 there."
+                ) from None
             raise UserError(
                 f"Port {port} of {mine.address} cannot be listened on for the other hosts ({error.strerror}): "
                 "stop what uses it, or set HEAD_PORT to another one on all hosts."
@@ -236,6 +242,11 @@ class Head:
             return taken
         while True:
             with self._changed:
+                if not self._gathered and facts.rank >= self._count:
+                    return (
+                        f"NODE_RANK={facts.rank} ({facts.name}), and the run has the hosts 0 to {self._count - 1}: correct it, or "
+                        "NUM_NODES on all hosts; a host more may come once the run goes on."
+                    )
                 before = self._members.get(facts.rank)
                 if before is None or before.channel.over:
                     return self._enter(member)
