@@ -172,6 +172,10 @@ check_hosts() {
     number NUM_NODES "$hosts" "set it to how many hosts the run has"
     number NODE_RANK "$rank" "set it to this host's number, from 0"
     number HEAD_PORT "$port" "set it to a port of host 0, or leave it out"
+    number JOIN_SECONDS "${JOIN_SECONDS:-600}" "set it to seconds, or leave it out"
+    [ "${#hosts}" -le 5 ] && [ "$hosts" -ge 1 ] || fail "NUM_NODES=$hosts: set it to how many hosts the run has, 1 to 99999."
+    [ "${#port}" -le 5 ] && [ "$port" -ge 1024 ] && [ "$port" -le 65535 ] || fail "HEAD_PORT=$port: set it to a port from 1024 to 65535, or leave it out."
+    [ "${JOIN_SECONDS:-600}" -ge 1 ] || fail "JOIN_SECONDS=$JOIN_SECONDS: set it to a second at least, or leave it out."
     if [ -z "${NUM_NODES:-}" ]; then
         local name
         for name in HEAD_ADDR NODE_RANK; do

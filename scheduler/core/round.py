@@ -23,6 +23,7 @@ class Round:
     """One transfer: `expecting` have yet to load, `failed` could not and wait for the sender's word on why.
 
     In a `joining` round the members had no weights, in a `first` one nobody had. `inflight` is how requests in flight cross.
+    `fenced`: some member was, because of this round.
     """
 
     def __init__(self, transfer: Transfer, members: list[Node], joining: bool, first: bool, inflight: str, now: float) -> None:
@@ -37,4 +38,5 @@ class Round:
         self.left: set[str] = set()
         self.sent = False
         self.reason = ""
+        self.fenced = False
         self.began_at = now

@@ -223,7 +223,7 @@ class Updates:
             return
         round.reason = f"{node.name}: {report.reason}"
         if report.fatal:
-            self._fence(node, "load_failed", round.reason, now)
+            self._fence(round, node, "load_failed", round.reason, now)
             return
         del round.expecting[node.name]
         round.failed.append(node)
@@ -274,7 +274,7 @@ class Updates:
             return
         for node in list(round.expecting.values()):
             round.reason = round.reason or f"{node.name} did not load within {self._deadline:g} s"
-            self._fence(node, "update_deadline", round.reason, now)
+            self._fence(round, node, "update_deadline", round.reason, now)
         if not round.sent:
             self._t.tally.count("transfers_unanswered")
             self._forget_group(round)
@@ -297,7 +297,8 @@ class Updates:
         node.closed = False
         self._leases.offer(node)
 
-    def _fence(self, node: Node, reason: str, why: str, now: float) -> None:
+    def _fence(self, round: Round, node: Node, reason: str, why: str, now: float) -> None:
+        round.fenced = True
         self._leases.fence(node, reason, now)
         self._rest(node, why, now)
 
@@ -320,7 +321,7 @@ class Updates:
             node.load_failures += 1
             self._t.tally.count("load_failures")
             if node.load_failures >= MAX_LOAD_FAILURES:
-                self._fence(node, "load_failed", round.reason, now)
+                self._fence(round, node, "load_failed", round.reason, now)
             else:
                 self._open(node)
         round.failed = []
@@ -336,7 +337,7 @@ class Updates:
         for node in [node for node in survivors if node.name in lost]:
             fenced += 1
             survivors.remove(node)
-            self._fence(node, "update_deadline", reason, now)
+            self._fence(round, node, "update_deadline", reason, now)
         for node in survivors:
             t.out.append(Abandon(node.name, node.session, round.transfer.transfer, reason))
             self._open(node)
@@ -382,12 +383,16 @@ class Updates:
         self._judge(round, bool(round.loaded), now)
 
     def _judge(self, round: Round, forward: bool, now: float) -> None:
-        """Rounds that bring nobody forward must not repeat for ever, nor at once."""
+        """Rounds that bring nobody forward must not repeat for ever, nor at once. One whose members all went meanwhile, and not
+        because of it, says nothing of the next: others come in their place."""
         t = self._t
         t.standing = True
         if round.joining and not round.first:
             return  # who joins a running training has pauses of its own, and the others go on
-        self.barren = 0 if forward else self.barren + 1
+        if forward:
+            self.barren = 0
+        elif round.fenced or any(node.alive for node in round.members):
+            self.barren += 1
         if forward:
             self._rests.succeeded(UPDATE)
         elif not round.joining:
@@ -402,4 +407,4 @@ class Updates:
             what = f"{version} could not be sent to {', '.join(node.name for node in round.members)} in {self.barren} attempts"
         else:
             return
-        t.out.append(Fatal("weightsync", f"{what}: {why}."))
+        t.out.append(Fatal("weightsync", f"{what}: {why.rstrip('.')}{'' if why.endswith('?') else '.'}"))

@@ -74,15 +74,17 @@ class Placement:
     async def seat_again(self, name: str) -> bool:
         """Wait until the role has a place to start anew: its host, when it is there, or another; False if there is none.
 
-        An env pool moves at once: it holds nothing. A rollout node waits for its host, at most `cluster.absence_seconds`; where
-        lost hosts do not come back, it takes another one as soon as that has room.
+        An env pool moves at once, as it holds nothing; where no other host may have it, it waits. A rollout node waits for its
+        host, at most `cluster.absence_seconds`; where lost hosts do not come back, it takes another one as soon as that has room.
         """
         seat = self._seats[name]
-        patience = self._config.cluster.absence_seconds if seat.role == "rollout" else 0.0
+        if seat.role == "envpool" and seat.host not in self._nodes.alive() and self._move(seat):
+            return True
+        patience = self._config.cluster.absence_seconds
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience):
                 while (node := self._nodes.alive().get(seat.host)) is None:
-                    if not self._nodes.come_back and self._move(seat):
+                    if (seat.role == "envpool" or not self._nodes.come_back) and self._move(seat):
                         return True
                     await asyncio.sleep(_LOOK_SECONDS)
             # It may have come back under another address.

@@ -99,6 +99,15 @@ async def test_an_env_pool_moves_at_once_and_a_node_that_finds_no_room_stays_awa
     assert not await place.seat_again("rollout-0")
 
 
+async def test_an_env_pool_that_no_other_host_may_have_waits_for_its_own(there: list[Any]) -> None:
+    pinned = config(60.0)
+    pinned = pinned.model_copy(update={"cluster": pinned.cluster.model_copy(update={"hosts": {"envpool": [1]}})})
+    place = Placement(pinned, Plan([host(0, 0), host(1)], SEATS))
+    there += [[node(0, 0)], [node(0, 0)], [node(0, 0)], [node(0, 0)], [node(0, 0), node(1)]]
+    assert await place.seat_again("envpool-0")
+    assert place.host_of("envpool-0") == 1
+
+
 @pytest.mark.parametrize(("ray", "hint"), [("", "see logs/host-1.log"), (RAY, "kubectl describe pod node1")])
 async def test_a_host_that_is_no_node_of_ray_is_named(there: list[Any], ray: str, hint: str) -> None:
     there.append([node(0)])

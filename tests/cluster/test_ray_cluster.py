@@ -44,6 +44,6 @@ def test_a_slow_start_is_tried_once_more(monkeypatch: pytest.MonkeyPatch, config
 def test_twice_slow_is_the_end_and_so_is_anything_else(monkeypatch: pytest.MonkeyPatch, config: Config, tmp_path: Path) -> None:
     for errors, calls in (((Exception(LATE), Exception(LATE)), 2), ((OSError("No space left"),), 1)):
         starts = Starts(monkeypatch, *errors)
-        with pytest.raises(RunFailed, match="Ray did not start .*: look at memory, disk and ports"):
+        with pytest.raises(RunFailed, match=r"Ray did not start .*: look at memory, disk and ports"):
             ray_cluster.RayCluster(config, tmp_path)
         assert starts.calls.count("init") == calls

@@ -217,7 +217,10 @@ async def test_who_has_no_place_left_stays_away_unless_it_is_the_last(config: Co
     again.replace(crew.actors["rollout-0"], "died")  # type: ignore[arg-type]
     await done(again)
     assert crew.made == [] and again.away("rollout-0")
-    assert crew.said == ["rollout-0 stays away: host 1 (node1) is gone, and no other host has room for it."]
+    assert crew.said == [
+        "rollout-0 is gone with host 1 (node1); it waits for that host for up to 600 s.",
+        "rollout-0 stays away: host 1 (node1) is gone, and no other host has room for it.",
+    ]
     again.replace(crew.actors["rollout-1"], "died")  # type: ignore[arg-type]
     with pytest.raises(RunFailed, match="no other host has room for it, and it was the last one"):
         await done(again)

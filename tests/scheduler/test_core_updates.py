@@ -326,6 +326,19 @@ def test_weights_that_reach_nobody_end_the_run_with_the_reason() -> None:
     assert fatal.part == "weightsync" and "a member is missing" in fatal.sentence and "5 attempts" in fatal.sentence
 
 
+def test_rounds_whose_nodes_are_lost_are_no_reason_to_end_the_run() -> None:
+    """A cut cable, again and again: each time another node, or the same one anew, is given the weights."""
+    world = world_of(1)
+    for _ in range(7):
+        world.publish()
+        node = world.nodes["rollout-0"]
+        world.send(e.NodeLost(node.name, node.session, "gone"))
+        world.sent(ok=False, missing=[])
+        world.rest(40.0)
+        world.join("rollout-0")
+    assert not world.fatals
+
+
 def test_transfers_that_fail_with_nobody_to_blame_end_the_run_though_others_have_the_weights() -> None:
     world = world_of(2)
     world.update_all()

@@ -64,6 +64,10 @@ def checkout(tmp_path: Path) -> Checkout:
         ({"NUM_NODES": "2", "NODE_RANK": "1"}, "NUM_NODES=2 needs HEAD_ADDR"),
         ({"NUM_NODES": "2", "HEAD_ADDR": "10.0.0.1"}, "NUM_NODES=2 needs NODE_RANK"),
         ({"NODE_RANK": "0", "HEAD_ADDR": "10.0.0.1"}, "HEAD_ADDR is set and NUM_NODES is not"),
+        ({"NUM_NODES": "0"}, "NUM_NODES=0: set it to how many hosts"),
+        ({"NUM_NODES": "9" * 20}, "1 to 99999"),
+        ({"HEAD_PORT": "80"}, "HEAD_PORT=80: set it to a port from 1024 to 65535"),
+        ({"JOIN_SECONDS": "nan"}, "JOIN_SECONDS=nan is no number"),
         ({"NODE_RANK": "1"}, "NODE_RANK is set and NUM_NODES is not"),
     ],
 )

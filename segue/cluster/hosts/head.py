@@ -85,8 +85,8 @@ class Head:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise UserError(
-                    f"HEAD_ADDR = {mine.address} is no address of this host, which has NODE_RANK=0: correct HEAD_ADDR on all hosts, or "
-                    "start NODE_RANK=0 there."
+                    f"HEAD_ADDR = {mine.address} is no address of this host, which has NODE_RANK=0: correct HEAD_ADDR on all "
+                    "hosts, or start NODE_RANK=0 there."
                 ) from None
             raise UserError(
                 f"Port {port} of {mine.address} cannot be listened on for the other hosts ({error.strerror}): "
@@ -244,8 +244,8 @@ class Head:
             with self._changed:
                 if not self._gathered and facts.rank >= self._count:
                     return (
-                        f"NODE_RANK={facts.rank} ({facts.name}), and the run has the hosts 0 to {self._count - 1}: correct it, or "
-                        "NUM_NODES on all hosts; a host more may come once the run goes on."
+                        f"NODE_RANK={facts.rank} ({facts.name}), and the run has the hosts 0 to {self._count - 1}: correct it, "
+                        "or NUM_NODES on all hosts; a host more may come once the run goes on."
                     )
                 before = self._members.get(facts.rank)
                 if before is None or before.channel.over:
