@@ -67,7 +67,7 @@ class Driver:
                 self._report.ray(cluster.address)
                 await crew.placement.gathered(self._config.cluster.start_seconds)
                 crew.say(f"all {len(plan.hosts) if plan else 1} hosts are nodes of Ray after {loop.time() - began:.1f} s")
-            start = Start("The start of the roles", self._config.cluster.start_seconds, self._run.logs)
+            start = Start("The start of the roles", self._config.cluster.start_seconds, self._run.logs, crew.say)
             await start.within(self._start(start))
             self._report.started()
             crew.say(f"all {len(crew.actors)} roles run after {loop.time() - began:.1f} s")

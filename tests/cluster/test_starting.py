@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from segue.cluster import starting
 from segue.cluster.role_handle import Died
 from segue.cluster.starting import Start, for_each
 from segue.errors import RunFailed
@@ -50,6 +51,25 @@ async def test_who_is_asked_for_something_else_meanwhile_is_not_late_for_a_start
     again = Start("The restart of rollout-0", 0.05, Path("logs"))
     with pytest.raises(RunFailed, match=r"^The restart of rollout-0 took longer than cluster.start_seconds = 0.05: raise it"):
         await asyncio.wait_for(again.within(bring_up()), SECONDS)
+
+
+async def test_who_waits_long_is_told_for_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "STILL_SECONDS", 0.01)
+    said: list[str] = []
+    come = asyncio.Event()
+
+    async def start(actor: Any) -> None:
+        if actor.name == "rollout-0":
+            await come.wait()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            come.set()
+
+    roles = Start("The start of the roles", SECONDS, Path("logs"), say)
+    await roles.within(roles.stage(actors("learner-0", "rollout-0"), start, "done"))
+    assert said[:2] == ["still starting: rollout-0"] * 2
 
 
 async def test_the_late_ones_are_told_also_when_another_fails() -> None:
