@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import ray
 
 from segue.cluster import ray_cluster
 from segue.config import Config, load_config
@@ -25,8 +26,8 @@ class Starts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> None:
         self.errors = list(errors)
         self.calls: list[str] = []
-        monkeypatch.setattr(ray_cluster.ray, "init", self.init)
-        monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: self.calls.append("shutdown"))
+        monkeypatch.setattr(ray, "init", self.init)
+        monkeypatch.setattr(ray, "shutdown", lambda: self.calls.append("shutdown"))
         monkeypatch.setattr(ray_cluster, "end_family", lambda grace_seconds: self.calls.append("end"))
 
     def init(self, **_: object) -> None:
