@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,48 @@ def test_nobody_there_and_a_stranger_there() -> None:
         threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
         with pytest.raises(RunFailed, match=r"is no Segue run: correct HEAD_ADDR"):
             join("127.0.0.1", server.getsockname()[1], 1, "127.0.0.1", TOKEN, 5.0)
+
+
+def in_time(call: Callable[[], object]) -> None:
+    """Where `call` waits for ever, the test fails and goes on; what it raises is raised."""
+    done: Future[object] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    done.result(SECONDS)
+
+
+def test_what_answers_and_says_nothing_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "PROOF_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(RunFailed, match=r"is no Segue run: correct HEAD_ADDR"):
+        in_time(lambda: join("127.0.0.1", server.getsockname()[1], 1, "127.0.0.1", TOKEN, 5.0))
+
+
+def test_an_address_that_swallows_what_is_sent_to_it_is_not_waited_for_longer_than_told() -> None:
+    """A listener whose queue is full answers nobody."""
+    with socket.socket() as server, socket.socket() as one, socket.socket() as two:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for waiting in (one, two):
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        with pytest.raises(RunFailed, match=r"Nobody answers at 127.0.0.1:\d+ after 0.1 s \(timed out\)"):
+            in_time(lambda: join("127.0.0.1", server.getsockname()[1], 1, "127.0.0.1", TOKEN, 0.1))
+
+
+def test_who_says_nothing_to_the_head_is_left(
+    meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "PROOF_SECONDS", 0.05)
+    _, port = meeting(2)
+    with socket.create_connection(("127.0.0.1", port), SECONDS) as silent:
+        while silent.recv(1024):
+            pass
 
 
 def test_a_port_in_use_is_said() -> None:

@@ -28,11 +28,32 @@ In = TypeVar("In", HeadSays, MemberSays)
 Out = TypeVar("Out", HeadSays, MemberSays)
 
 
+PROOF_SECONDS = 10.0
+"""Both ends have proved themselves within this, or what is at the other end is none of ours."""
+
+
 def prove(connection: Connection, token: str, first: bool) -> None:
-    """Both ends show that they know the token; the head goes `first`. Raises `AuthenticationError`, `EOFError`, `OSError`."""
+    """Both ends show that they know the token, within `PROOF_SECONDS`; the head goes `first`.
+
+    Raises `AuthenticationError`, or `EOFError` or `OSError` where the other end does not speak of tokens, or not in time.
+    """
     key = token.encode()
-    for turn in (first, not first):
-        (deliver_challenge if turn else answer_challenge)(connection, key)
+    expiry = threading.Timer(PROOF_SECONDS, _shut, (connection, socket.SHUT_RDWR))
+    expiry.daemon = True
+    expiry.start()
+    try:
+        for turn in (first, not first):
+            (deliver_challenge if turn else answer_challenge)(connection, key)
+    except AssertionError as error:  # how Python 3.11 says that what came is no challenge
+        raise OSError(str(error)) from None
+    finally:
+        expiry.cancel()
+
+
+def _shut(connection: Connection, how: int) -> None:
+    """Shut the socket, which wakes who reads from it; closing the file under a reader does not."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(how)
 
 
 class Channel(Generic[In, Out]):
@@ -73,8 +94,7 @@ class Channel(Generic[In, Out]):
     def close(self, why: str = "closed") -> None:
         """End both threads. What was sent is on its way."""
         self._end(why)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closing the file under it does not
+        _shut(self._connection, socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._connection.close()
 

@@ -39,7 +39,6 @@ from segue.cluster.hosts.messages import (
 from segue.errors import RunFailed, UserError
 
 CHECK_SECONDS = 60.0
-PROOF_SECONDS = 10.0
 LIFE_SECONDS = 3 * BEAT_SECONDS
 """A host whose number another one claims has so long to give a sign of life; else the other takes its place."""
 ACCEPT_AGAIN_SECONDS = 1.0
@@ -199,20 +198,14 @@ class Head:
 
     def _meet(self, connection: Connection) -> None:
         """One connection, from its proof to its end."""
-        expiry = threading.Timer(PROOF_SECONDS, connection.close)  # a connection that says nothing holds a thread no longer
-        expiry.daemon = True
-        expiry.start()
         try:
             prove(connection, self._token, first=True)
-        except AuthenticationError:
-            self._strangers.append("one with another token")
+        except (AuthenticationError, EOFError, OSError) as error:
+            if isinstance(error, AuthenticationError):
+                self._strangers.append("one with another token")
             with contextlib.suppress(OSError):
                 connection.close()
             return
-        except (EOFError, OSError, TypeError):
-            return
-        finally:
-            expiry.cancel()
         channel: _Channel = Channel(connection, MemberSays, HeadSays, "member")
         try:
             said = channel.inbox.get(timeout=CHECK_SECONDS)
