@@ -16,12 +16,13 @@ import errno
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
 
 import msgspec
 
-from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
+from segue.cluster.hosts.channel import FAREWELL_SECONDS, AuthenticationError, Channel, prove
 from segue.cluster.hosts.facts import differences
 from segue.cluster.hosts.messages import (
     BEAT_SECONDS,
@@ -167,14 +168,17 @@ class Head:
         self.close(2)
 
     def close(self, code: int) -> None:
-        """Tell all members that the run is over, and with which exit code."""
+        """Tell all members that the run is over, and with which exit code; they have `FAREWELL_SECONDS` to hear it."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
             members = list(self._members.values())
         for member in members:
             member.say(End(code))
-            member.channel.close()
+            member.channel.farewell()
+        until = time.monotonic() + FAREWELL_SECONDS
+        for member in members:
+            member.channel.close(seconds=max(0.0, until - time.monotonic()))
         with contextlib.suppress(OSError):
             self._listener.close()
 
