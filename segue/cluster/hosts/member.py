@@ -4,7 +4,7 @@ consumes       the head's messages; the end of Ray's node process; SIGINT, SIGTE
 produces       Ray's node process, and below it the roles that the driver puts here; a log, logs/host-<rank>.log
 waits for      the head, at most `seconds` until it answers; then its messages, at most `SILENCE_SECONDS` apart
 unblocked by   `End`, the connection's end, a signal
-on cancel      everything that was started here ends, by pid, and its files go
+on cancel      everything that was started here ends, by pid, and its files go; after SIGKILL too (`segue.cluster.hosts.ray_node`)
 
 Ray ends a node process that was cut off for too long. It is then started anew: the host joins as a new node.
 """
@@ -27,6 +27,7 @@ from pathlib import Path
 from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
 from segue.cluster.hosts.facts import address_towards, facts_here
 from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, Join, Left, MemberSays, Refused
+from segue.cluster.hosts.ray_node import beside
 from segue.cluster.ports import free_ports
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family, sigterm_blocked
 from segue.errors import RunFailed, UserError
@@ -191,7 +192,12 @@ class _Member:
         # A batch system that ends the job signals Ray's processes too: they are to last until the head has stopped in order.
         with open(Path(join.logs) / f"host-{self._rank}.log", "ab") as log, sigterm_blocked():
             self._ray = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                beside(os.getpid(), self._scratch, command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
 
 
