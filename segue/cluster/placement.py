@@ -120,14 +120,17 @@ class Placement:
             return None
         try:
             async with asyncio.timeout(_LOST_SECONDS):
-                while (node := self._nodes.alive().get(host.rank)) and node["NodeID"] == self._first.get(
-                    host.rank, node["NodeID"]
-                ):
+                while self._stays(host.rank):  # noqa: ASYNC110 - Ray tells nobody
                     await asyncio.sleep(_LOOK_SECONDS)
         except TimeoutError:
             return None
         what = f"Host {host.rank} ({host.name}) was lost while the roles started, and {name} with it"
         return RunFailed(name, f"{what}: {self._nodes.where_to_look(host)}")
+
+    def _stays(self, rank: int) -> bool:
+        """Whether Ray believes that a host is there, and was all the time since `gathered`."""
+        node = self._nodes.alive().get(rank)
+        return node is not None and node["NodeID"] == self._first.get(rank, node["NodeID"])
 
     def newcomers(self) -> list[str]:
         """Names of rollout nodes for hosts that came late, as far as `rollout.max_nodes` allows; they have seats now."""
