@@ -25,6 +25,8 @@ from segue.errors import RunFailed
 _A_LITTLE = 0.001
 """Of a host's resource: it binds a group to the host, and nobody ever runs out of it."""
 _LOOK_SECONDS = 1.0
+_LOST_SECONDS = 20.0
+"""How much later than the death of a role Ray may learn that its host is gone: its health check asks 5 times, 3 s apart."""
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ class Placement:
         self._hosts = {host.rank: host for host in plan.hosts}
         self._seats = {seat.name: seat for seat in plan.seats}
         self._groups: dict[str, Any] = {}
+        self._first: dict[
+            int, str
+        ] = {}  # Ray's name of each host's node before any role started; one that comes back has another
         self._nodes: Nodes = Addressed(plan.hosts) if plan.ray else Numbered()
 
     async def gathered(self, seconds: float) -> None:
@@ -52,6 +57,7 @@ class Placement:
                 f"Host {host.rank} ({host.name}) was no node of Ray within cluster.start_seconds = {seconds:g}: "
                 + self._nodes.where_to_look(host),
             ) from None
+        self._first = {rank: node["NodeID"] for rank, node in self._nodes.alive().items()}
 
     def options(self, name: str) -> dict[str, Any]:
         """For the role's actor: where it goes."""
@@ -108,6 +114,25 @@ class Placement:
     def there(self, name: str) -> bool:
         """Whether Ray believes that the role's host is there."""
         return self._seats[name].host in self._nodes.alive()
+
+    async def lost_with(self, name: str) -> RunFailed | None:
+        """What a role's death means while the roles start: that its host is lost, or None where the host stays there."""
+        host = self._hosts[self._seats[name].host]
+        if host.rank == 0:  # where this is asked
+            return None
+        try:
+            async with asyncio.timeout(_LOST_SECONDS):
+                while self._stays(host.rank):  # noqa: ASYNC110 - Ray tells nobody
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except TimeoutError:
+            return None
+        what = f"Host {host.rank} ({host.name}) was lost while the roles started, and {name} with it"
+        return RunFailed(name, f"{what}: {self._nodes.where_to_look(host)}")
+
+    def _stays(self, rank: int) -> bool:
+        """Whether Ray believes that a host is there, and was all the time since `gathered`."""
+        node = self._nodes.alive().get(rank)
+        return node is not None and node["NodeID"] == self._first.get(rank, node["NodeID"])
 
     def newcomers(self) -> list[str]:
         """Names of rollout nodes for hosts that came late, as far as `rollout.max_nodes` allows; they have seats now."""

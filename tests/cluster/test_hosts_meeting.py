@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from segue import wire
 from segue.cluster.hosts import channel as channels
 from segue.cluster.hosts import head as heads
 from segue.cluster.hosts.channel import Channel, prove
 from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.head import Head
 from segue.cluster.hosts.member import checked, join, ray_start
-from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, HostFacts, Join, MemberSays, Refused
+from segue.cluster.hosts.messages import Beat, Check, Checked, End, HeadSays, Hello, HostFacts, Join, MemberSays, Refused
 from segue.cluster.hosts.where import resolve, token_of
 from segue.errors import RunFailed, UserError
 
@@ -243,6 +245,48 @@ def test_nobody_there_and_a_stranger_there() -> None:
             join("127.0.0.1", server.getsockname()[1], 1, "127.0.0.1", TOKEN, 5.0)
 
 
+def in_time(call: Callable[[], object]) -> None:
+    """Where `call` waits for ever, the test fails and goes on; what it raises is raised."""
+    done: Future[object] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    done.result(SECONDS)
+
+
+def test_what_answers_and_says_nothing_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "PROOF_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(RunFailed, match=r"is no Segue run: correct HEAD_ADDR"):
+        in_time(lambda: join("127.0.0.1", server.getsockname()[1], 1, "127.0.0.1", TOKEN, 5.0))
+
+
+def test_an_address_that_swallows_what_is_sent_to_it_is_not_waited_for_longer_than_told() -> None:
+    """A listener whose queue is full answers nobody."""
+    with socket.socket() as server, socket.socket() as one, socket.socket() as two:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        for waiting in (one, two):
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        with pytest.raises(RunFailed, match=r"Nobody answers at 127.0.0.1:\d+ after 0.1 s \(timed out\)"):
+            in_time(lambda: join("127.0.0.1", server.getsockname()[1], 1, "127.0.0.1", TOKEN, 0.1))
+
+
+def test_who_says_nothing_to_the_head_is_left(
+    meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "PROOF_SECONDS", 0.05)
+    _, port = meeting(2)
+    with socket.create_connection(("127.0.0.1", port), SECONDS) as silent:
+        while silent.recv(1024):
+            pass
+
+
 def test_a_port_in_use_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UserError, match="set HEAD_PORT to another one"):
         Head(facts_here(0, "127.0.0.1"), server.getsockname()[1], 2, TOKEN, lambda line: None)
@@ -256,6 +300,65 @@ def test_silence_ends_a_connection(meeting: Callable[[int], tuple[Head, int]], m
     channel = member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1))
     assert heard(channel) is None
     assert channel.why in ("nothing came for 0.05 s", "the connection ended"), "whichever end is the first to give up"
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel[MemberSays, HeadSays], Connection]]:
+    """A head's end of a connection, and the bare other one."""
+    with Listener(("127.0.0.1", 0), "AF_INET") as listener, Client(listener.address, "AF_INET") as bare:
+        channel = Channel(listener.accept(), MemberSays, HeadSays, "test")
+        yield channel, bare
+        channel.close()
+
+
+def test_the_last_word_is_not_lost_to_beats_that_come_after_it(
+    ends: tuple[Channel[MemberSays, HeadSays], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end that was closed before them would answer the first with a reset, on which the second fails."""
+    monkeypatch.setattr(channels, "FAREWELL_SECONDS", SECONDS)
+    channel, bare = ends
+    channel.send(HeadSays(End(3)))
+    closing = threading.Thread(target=channel.close)
+    closing.start()
+    assert wire.decode(bare.recv_bytes(), HeadSays).message == End(3)
+    with pytest.raises(EOFError):
+        bare.recv_bytes()
+    for _ in range(3):
+        bare.send_bytes(wire.encode(MemberSays(Beat())))
+    bare.close()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+
+
+def test_what_arrived_is_heard_though_nothing_can_be_sent_any_more(
+    ends: tuple[Channel[MemberSays, HeadSays], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, bare = ends
+
+    def broken(message: bytes) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(channel._connection, "send_bytes", broken)
+    channel.send(HeadSays(End(3)))
+    assert channel.over
+    last = MemberSays(Checked([], "", 7))
+    for message in (MemberSays(Beat()), last):
+        bare.send_bytes(wire.encode(message))
+    bare.close()
+    assert [channel.inbox.get(timeout=SECONDS) for _ in range(2)] == [last, None]
+
+
+def test_who_hears_the_last_word_takes_leave_at_once(
+    meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head waits for it, and not for what a host has yet to end."""
+    for module in (channels, heads):
+        monkeypatch.setattr(module, "FAREWELL_SECONDS", 600.0)
+    head, port = meeting(2)
+    channel = member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1))
+    head.gather(SECONDS, "embedded")
+    in_time(lambda: head.close(3))
+    assert heard(channel) == End(3)
 
 
 def test_what_a_host_sees(tmp_path: Path) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from segue.cluster import placement
+from segue.cluster import driver, placement
+from segue.cluster.child import Job, Report
 from segue.cluster.hosts.layout import Seat
 from segue.cluster.hosts.member import HOST_RESOURCE
 from segue.cluster.hosts.messages import HostFacts
 from segue.cluster.hosts.plan import Plan
 from segue.cluster.placement import Placement
 from segue.cluster.ray_nodes import Addressed, Numbered
+from segue.cluster.role_handle import Died
 from segue.config import Config
 from segue.config.root import resolve
+from segue.console import Console
 from segue.errors import RunFailed
+from segue.rundir import RunDir
 
 SEATS = [Seat("rollout-0", 1, 1.0), Seat("envpool-0", 1)]
 RAY = "10.0.0.1:6379"
@@ -28,7 +34,13 @@ def host(rank: int, gpus: int = 1) -> HostFacts:
 def node(rank: int, gpus: int = 1, address: str = "") -> dict[str, Any]:
     address = address or f"10.0.0.{rank}"
     resources = {HOST_RESOURCE.format(rank): 1.0, f"node:{address}": 1.0, "GPU": float(gpus)}
-    return {"Alive": True, "NodeManagerAddress": address, "NodeManagerHostname": f"node{rank}", "Resources": resources}
+    return {
+        "NodeID": f"first-{rank}",
+        "Alive": True,
+        "NodeManagerAddress": address,
+        "NodeManagerHostname": f"node{rank}",
+        "Resources": resources,
+    }
 
 
 def config(patience: float, **rollout: Any) -> Config:
@@ -113,6 +125,54 @@ async def test_a_host_that_is_no_node_of_ray_is_named(there: list[Any], ray: str
     there.append([node(0)])
     with pytest.raises(RunFailed, match=rf"Host 1 \(node1\) was no node of Ray within cluster.start_seconds = 0.01: .*{hint}"):
         await Placement(config(1.0), Plan([host(0), host(1)], SEATS, ray)).gathered(0.01)
+
+
+@pytest.mark.parametrize(("ray", "hint"), [("", "see logs/host-1.log"), (RAY, "kubectl describe pod node1")])
+async def test_a_host_that_is_lost_with_a_role_that_starts_is_named(there: list[Any], ray: str, hint: str) -> None:
+    """Ray learns it late."""
+    place = Placement(config(1.0), Plan([host(0, 0), host(1)], SEATS, ray))
+    there += [[node(0, 0), node(1)], [node(0, 0), node(1)], [node(0, 0)]]
+    lost = str(await place.lost_with("rollout-0"))
+    assert lost.startswith("Host 1 (node1) was lost while the roles started, and rollout-0 with it: ")
+    assert hint in lost
+
+
+async def test_a_host_that_has_joined_again_by_then_was_lost(there: list[Any]) -> None:
+    place = Placement(config(1.0), Plan([host(0, 0), host(1)], SEATS))
+    there.append([node(0, 0), node(1)])
+    await place.gathered(20.0)
+    there[:] = [[node(0, 0), node(1) | {"NodeID": "second"}]]
+    assert "Host 1 (node1) was lost" in str(await place.lost_with("envpool-0"))
+
+
+async def test_a_role_that_dies_on_a_host_that_stays_has_died_by_itself(
+    there: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_LOST_SECONDS", 0.05)
+    place = Placement(config(1.0), Plan([host(0, 0), host(1)], [*SEATS, Seat("scheduler-0", 0)]))
+    there.append([node(0, 0), node(1)])
+    assert await place.lost_with("rollout-0") is None
+    there[:] = [[]]
+    assert await place.lost_with("scheduler-0") is None, "who asks is on that host"
+
+
+async def test_a_death_in_the_start_is_put_down_to_the_host_that_was_lost(
+    there: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The driver itself, up to the start of its roles, which ends with a death."""
+    told = Config.model_validate(config(1.0).model_dump())
+    run = RunDir(tmp_path)
+    place = Plan([host(0, 0), host(1)], SEATS)
+    report, cluster = Mock(spec=Report), Mock(processes=list, address="10.0.0.0:1")
+    monkeypatch.setattr(driver, "read_hosts", lambda run: place)
+    monkeypatch.setattr(driver, "ray_of", lambda *_: cluster)
+    monkeypatch.setattr(driver.Driver, "_start", AsyncMock(side_effect=Died(RunFailed("rollout-0", "rollout-0 died."))))
+    monkeypatch.setattr(driver, "pin", lambda *_: None)
+    there += [[node(0, 0), node(1)], [node(0, 0), node(1)], [node(0, 0)]]
+    job = Job(run, told, "", 1, "", False, report, Mock(spec=Console), tmp_path)
+    with pytest.raises(RunFailed, match=r"^Host 1 \(node1\) was lost while the roles started"):
+        await driver.Driver(job).run()
+    cluster.stop.assert_called_once()
 
 
 def test_newcomers_get_rollout_nodes_as_far_as_may_be(there: list[Any]) -> None:

@@ -4,7 +4,10 @@ consumes       bytes of the other end
 produces       decoded messages, in a queue; None once the connection is over
 waits for      the other end, at most `SILENCE_SECONDS`
 unblocked by   a message, a beat, the connection's end, or the silence
-on cancel      `close`: both threads end
+on cancel      `close`: both threads end; the other end has `FAREWELL_SECONDS` to take leave
+
+A system that closes a connection and still gets bytes resets it, and a reset may overtake what was sent last. So who closes says
+first that nothing more comes, and reads on until the other end, whose reader then has all, says the same.
 
 Threads and blocking sockets, because the processes that hold these wait for other things with their loops, or have none.
 """
@@ -28,11 +31,34 @@ In = TypeVar("In", HeadSays, MemberSays)
 Out = TypeVar("Out", HeadSays, MemberSays)
 
 
+FAREWELL_SECONDS = 2.0
+"""An end that is alive takes leave at once; one that is cut off never does."""
+PROOF_SECONDS = 10.0
+"""Both ends have proved themselves within this, or what is at the other end is none of ours."""
+
+
 def prove(connection: Connection, token: str, first: bool) -> None:
-    """Both ends show that they know the token; the head goes `first`. Raises `AuthenticationError`, `EOFError`, `OSError`."""
+    """Both ends show that they know the token, within `PROOF_SECONDS`; the head goes `first`.
+
+    Raises `AuthenticationError`, or `EOFError` or `OSError` where the other end does not speak of tokens, or not in time.
+    """
     key = token.encode()
-    for turn in (first, not first):
-        (deliver_challenge if turn else answer_challenge)(connection, key)
+    expiry = threading.Timer(PROOF_SECONDS, _shut, (connection, socket.SHUT_RDWR))
+    expiry.daemon = True
+    expiry.start()
+    try:
+        for turn in (first, not first):
+            (deliver_challenge if turn else answer_challenge)(connection, key)
+    except AssertionError as error:  # how Python 3.11 says that what came is no challenge
+        raise OSError(str(error)) from None
+    finally:
+        expiry.cancel()
+
+
+def _shut(connection: Connection, how: int) -> None:
+    """Shut the socket, which wakes who reads from it; closing the file under a reader does not."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(how)
 
 
 class Channel(Generic[In, Out]):
@@ -48,8 +74,9 @@ class Channel(Generic[In, Out]):
         self._times = 0
         self.why = ""
         self.inbox: queue.Queue[In | None] = queue.Queue()
-        for work, of in ((self._read, "read"), (self._beat, "beat")):
-            threading.Thread(target=work, name=f"{of}-{name}", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._beat, name=f"beat-{name}", daemon=True).start()
 
     @property
     def over(self) -> bool:
@@ -70,17 +97,22 @@ class Channel(Generic[In, Out]):
             self._heard.wait_for(lambda: self._times > before or self.over, seconds)
             return self._times > before and not self.over
 
-    def close(self, why: str = "closed") -> None:
-        """End both threads. What was sent is on its way."""
+    def farewell(self, why: str = "closed") -> None:
+        """The first half of `close`, which waits for nothing: whoever has several to close begins with this."""
         self._end(why)
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)  # wakes the reader, which closing the file under it does not
+        _shut(self._connection, socket.SHUT_WR)
+
+    def close(self, why: str = "closed", seconds: float | None = None) -> None:
+        """End both threads. What was sent arrives, if the other end takes leave within `seconds` (`FAREWELL_SECONDS`)."""
+        self.farewell(why)
+        self._reader.join(FAREWELL_SECONDS if seconds is None else seconds)
+        _shut(self._connection, socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._connection.close()
 
     def _read(self) -> None:
         try:
-            while not self._over.is_set():
+            while True:  # also when nothing more can be sent: the other end's last word may be on its way
                 if not self._connection.poll(SILENCE_SECONDS):
                     return self._end(f"nothing came for {SILENCE_SECONDS:g} s")
                 said = wire.decode(self._connection.recv_bytes(1 << 20), self._receives)
@@ -95,6 +127,7 @@ class Channel(Generic[In, Out]):
             self._end("the connection ended")
         finally:
             self.inbox.put(None)
+            _shut(self._connection, socket.SHUT_RDWR)  # the other end may wait for this one's leave
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):

@@ -16,12 +16,13 @@ import errno
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Listener
 
 import msgspec
 
-from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
+from segue.cluster.hosts.channel import FAREWELL_SECONDS, AuthenticationError, Channel, prove
 from segue.cluster.hosts.facts import differences
 from segue.cluster.hosts.messages import (
     BEAT_SECONDS,
@@ -39,7 +40,6 @@ from segue.cluster.hosts.messages import (
 from segue.errors import RunFailed, UserError
 
 CHECK_SECONDS = 60.0
-PROOF_SECONDS = 10.0
 LIFE_SECONDS = 3 * BEAT_SECONDS
 """A host whose number another one claims has so long to give a sign of life; else the other takes its place."""
 ACCEPT_AGAIN_SECONDS = 1.0
@@ -168,14 +168,17 @@ class Head:
         self.close(2)
 
     def close(self, code: int) -> None:
-        """Tell all members that the run is over, and with which exit code."""
+        """Tell all members that the run is over, and with which exit code; they have `FAREWELL_SECONDS` to hear it."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
             members = list(self._members.values())
         for member in members:
             member.say(End(code))
-            member.channel.close()
+            member.channel.farewell()
+        until = time.monotonic() + FAREWELL_SECONDS
+        for member in members:
+            member.channel.close(seconds=max(0.0, until - time.monotonic()))
         with contextlib.suppress(OSError):
             self._listener.close()
 
@@ -199,20 +202,14 @@ class Head:
 
     def _meet(self, connection: Connection) -> None:
         """One connection, from its proof to its end."""
-        expiry = threading.Timer(PROOF_SECONDS, connection.close)  # a connection that says nothing holds a thread no longer
-        expiry.daemon = True
-        expiry.start()
         try:
             prove(connection, self._token, first=True)
-        except AuthenticationError:
-            self._strangers.append("one with another token")
+        except (AuthenticationError, EOFError, OSError) as error:
+            if isinstance(error, AuthenticationError):
+                self._strangers.append("one with another token")
             with contextlib.suppress(OSError):
                 connection.close()
             return
-        except (EOFError, OSError, TypeError):
-            return
-        finally:
-            expiry.cancel()
         channel: _Channel = Channel(connection, MemberSays, HeadSays, "member")
         try:
             said = channel.inbox.get(timeout=CHECK_SECONDS)

@@ -4,7 +4,7 @@ consumes       the head's messages; the end of Ray's node process; SIGINT, SIGTE
 produces       Ray's node process, and below it the roles that the driver puts here; a log, logs/host-<rank>.log
 waits for      the head, at most `seconds` until it answers; then its messages, at most `SILENCE_SECONDS` apart
 unblocked by   `End`, the connection's end, a signal
-on cancel      everything that was started here ends, by pid, and its files go
+on cancel      everything that was started here ends, by pid, and its files go; after SIGKILL too (`segue.cluster.hosts.ray_node`)
 
 Ray ends a node process that was cut off for too long. It is then started anew: the host joins as a new node.
 """
@@ -21,18 +21,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
 from segue.cluster.hosts.facts import address_towards, facts_here
 from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, Join, Left, MemberSays, Refused
+from segue.cluster.hosts.ray_node import beside
 from segue.cluster.ports import free_ports
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family, sigterm_blocked
 from segue.errors import RunFailed, UserError
 from segue.files import write_atomic
 
 RETRY_SECONDS = 1.0
+TRY_SECONDS = 10.0
+"""An address that swallows what is sent to it is called anew after so long: the system itself repeats ever more seldom."""
 REJOIN_SECONDS = (1.0, 2.0, 5.0, 10.0)
 """Before Ray is started again; the last repeats."""
 POLL_SECONDS = 0.2
@@ -64,22 +67,9 @@ def join(head: str, port: int, rank: int, address: str, token: str, seconds: flo
 
 
 def _connect(head: str, port: int, token: str, seconds: float) -> _Channel:
-    """Try until somebody answers there."""
-    deadline = time.monotonic() + seconds
+    """Try until somebody answers there, at most `seconds`; whoever it is proves itself within another `PROOF_SECONDS`."""
     where = f"{head}:{port}"
-    while True:
-        try:
-            family = socket.getaddrinfo(head, port, type=socket.SOCK_STREAM)[0][0]
-            connection = Client((head, port), "AF_INET6" if family == socket.AF_INET6 else "AF_INET")
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RunFailed(
-                    "start",
-                    f"Nobody answers at {where} after {seconds:g} s ({error.strerror or error}): start launch.sh with "
-                    "NODE_RANK=0 on that host, or correct HEAD_ADDR and HEAD_PORT.",
-                ) from None
-            time.sleep(RETRY_SECONDS)
+    connection = _call(head, port, seconds)
     try:
         prove(connection, token, first=False)
     except AuthenticationError:
@@ -89,6 +79,29 @@ def _connect(head: str, port: int, token: str, seconds: float) -> _Channel:
     except (EOFError, OSError):
         raise RunFailed("start", f"What answers at {where} is no Segue run: correct HEAD_ADDR and HEAD_PORT.") from None
     return Channel(connection, HeadSays, MemberSays, "head")
+
+
+def _call(head: str, port: int, seconds: float) -> Connection:
+    """A connection to whatever listens there. Raises `RunFailed` after `seconds`."""
+    deadline = time.monotonic() + seconds
+    left = max(seconds, POLL_SECONDS)
+    while True:
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(head, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as calling:
+                calling.settimeout(min(left, TRY_SECONDS))
+                calling.connect(where)
+                calling.settimeout(None)
+                return Connection(calling.detach())
+        except OSError as error:
+            left = deadline - time.monotonic() - RETRY_SECONDS
+            if left <= 0:
+                raise RunFailed(
+                    "start",
+                    f"Nobody answers at {head}:{port} after {seconds:g} s ({error.strerror or error}): start launch.sh with "
+                    "NODE_RANK=0 on that host, or correct HEAD_ADDR and HEAD_PORT.",
+                ) from None
+        time.sleep(RETRY_SECONDS)
 
 
 class _Member:
@@ -179,7 +192,12 @@ class _Member:
         # A batch system that ends the job signals Ray's processes too: they are to last until the head has stopped in order.
         with open(Path(join.logs) / f"host-{self._rank}.log", "ab") as log, sigterm_blocked():
             self._ray = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                beside(os.getpid(), self._scratch, command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
             )
 
 
