@@ -93,7 +93,7 @@ def targets(run: RunDir) -> list[Target]:
             found += [Target(file.stem, _checked(address)) for entry in entries for address in entry["targets"]]
         except FileNotFoundError:
             continue  # withdrawn in between
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last: nested too deeply
             raise UserError(f"{file} cannot be read as a target of the run ({error}): remove it.") from None
     return found
 
@@ -183,7 +183,7 @@ class Scraper:
         try:
             health = json.loads(get(f"http://{target.address}/health", self._seconds))
             who = (health["run"], f"{health['role']}-{health['rank']}")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise OSError("something else answers there") from None
         if who != (self._run.name, target.name):
             raise OSError(f"{who[1]} of run {who[0]} answers there")

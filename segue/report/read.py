@@ -65,7 +65,7 @@ _REMEDY = "restore it, or remove it to see the figures of the steps"
 def _load(path: Path) -> dict[str, Any]:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): {_REMEDY}.") from None
     if not isinstance(summary, dict):
         raise UserError(f"{path} holds no figures: {_REMEDY}.")

@@ -82,6 +82,7 @@ def test_what_is_torn_or_missing_costs_no_more_than_its_figures(what: str, done:
         assert out
 
 
+DEEP = "[" * 100_000
 STEP = '{"step": 0, "version": 0, "ages": [5]}'
 REFUSED: dict[str, tuple[Callable[[RunDir], object], tuple[tuple[str, ...], ...], str]] = {
     "half a summary": (lambda run: halved(run.summary), COMMANDS, "summary.json cannot be read"),
@@ -118,6 +119,10 @@ REFUSED: dict[str, tuple[Callable[[RunDir], object], tuple[tuple[str, ...], ...]
         COMMANDS[:2],
         "'127.0.0.1:99999' is no host:port",
     ),
+    "a target without end": (told(TARGET, DEEP), COMMANDS[:2], "rollout-0.json cannot be read as a target"),
+    "a summary without end": (told("summary.json", DEEP), COMMANDS, "summary.json cannot be read"),
+    "evaluations without end": (told("evals.json", DEEP), COMMANDS[4:], "evals.json cannot be read"),
+    "a line without end": (told("metrics.jsonl", DEEP + "\n" + STEP + "\n"), LINES, "Line 1 of"),
     "a target that is a number": (told(TARGET, '[{"targets": [7], "labels": {}}]'), COMMANDS[:2], "cannot be read as a target"),
 }
 

@@ -82,7 +82,7 @@ def test_an_answer_that_says_no_is_text_or_an_error_as_one_asks(refusing: Refusi
 
 @contextmanager
 def answering(*pieces: bytes, repeat: int = 0, pause: float = 0.0) -> Iterator[str]:
-    """The URL of a server that sends these pieces, the last one `repeat` times more with `pause` seconds between, and hangs up."""
+    """The URL of a server that sends these pieces, the last one `repeat` times more after `pause` seconds each, and hangs up."""
     over = threading.Event()
 
     class Handler(StreamRequestHandler):

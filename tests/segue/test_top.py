@@ -97,10 +97,13 @@ def test_a_target_whose_port_another_run_has_taken_is_not_believed(going_on: Run
     other.unlock()
 
 
-def test_what_answers_but_is_no_process_of_ours_is_no_traceback(going_on: RunDir) -> None:
+@pytest.mark.parametrize(
+    "words", [b"220 mail.example ESMTP\r\n", b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 100_000], ids=["mail", "deep"]
+)
+def test_what_answers_but_is_no_process_of_ours_is_no_traceback(words: bytes, going_on: RunDir) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.wfile.write(b"220 mail.example ESMTP\r\n")
+            self.wfile.write(words)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
