@@ -18,6 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from segue.config import load_config
+from segue.console import written_to
 from segue.metrics.scrape import Scraper
 from segue.monitoring.firing import alerts_of
 from segue.report.read import age_bound, condition_of, read_summary
@@ -48,7 +49,9 @@ def top(path: Path, interval: float, once: bool, out: IO[str]) -> int:
                 while watch.look():
                     screen.update(watch.picture(), refresh=True)
                     sleep(interval)
-        _print(watch.picture(), out)
+        picture = watch.picture()
+        with written_to(out):
+            _print(picture, out)
     except KeyboardInterrupt:
         pass
     return 0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from exported_run import write_run
@@ -180,3 +183,41 @@ def test_an_address_of_prometheus_that_is_none_is_told_as_not_known(tmp_path: Pa
     for answer in answers:
         with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
             read_alerts(answer, "run")
+
+
+WHOLE = (*COMMANDS, ("config",))
+
+
+def into(out: IO[str], command: tuple[str, ...], run: RunDir, monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit code of a command whose standard output is `out`, which is flushed once more, as when Python ends."""
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit) as ended:
+        app([*command, str(run.config if command == ("config",) else run.path)])
+    sys.stdout.flush()
+    return ended.value.code
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", WHOLE, ids=" ".join)
+def test_a_full_disk_under_standard_output_is_one_sentence(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 3, 3, done=True)
+    with open("/dev/full", "w") as full:
+        assert into(full, command, run, monkeypatch) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "Standard output could not be written (No space left on device): free" in err
+
+
+@pytest.mark.parametrize("command", WHOLE, ids=" ".join)
+def test_a_reader_who_has_seen_enough_is_told_nothing(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 3, 3, done=True)
+    reading, writing = os.pipe()
+    os.close(reading)
+    out = open(writing, "w")  # noqa: SIM115 - closing it fails: see below
+    assert into(out, command, run, monkeypatch) == 1
+    assert capsys.readouterr().err == ""
+    with suppress(BrokenPipeError):
+        out.close()
