@@ -14,7 +14,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,10 +78,11 @@ _DIRECT = _direct()
 
 @dataclass(frozen=True)
 class Target:
-    """A process that serves metrics: its name, for instance "rollout-0", and host:port."""
+    """A process that serves metrics: its name, for instance "rollout-0", host:port, and what its host calls itself, if known."""
 
     name: str
     address: str
+    node: str = ""
 
 
 def targets(run: RunDir) -> list[Target]:
@@ -90,10 +91,14 @@ def targets(run: RunDir) -> list[Target]:
     for file in sorted(run.targets.glob("*.json")):
         try:
             entries = json.loads(file.read_text(encoding="utf-8"))
-            found += [Target(file.stem, _checked(address)) for entry in entries for address in entry["targets"]]
+            found += [
+                Target(file.stem, _checked(address), str(dict(entry.get("labels") or {}).get("node", "")))
+                for entry in entries
+                for address in entry["targets"]
+            ]
         except FileNotFoundError:
             continue  # withdrawn in between
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # the last: nested too deeply
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file} cannot be read as a target of the run ({error}): remove it.") from None
     return found
 
@@ -104,6 +109,17 @@ def _checked(address: str) -> str:
     if not found or not 0 < int(found[1]) < 65536:
         raise ValueError(f"{address!r} is no host:port")
     return address
+
+
+def hosts_of(there: Sequence[Target]) -> dict[str, str]:
+    """The host of each target by the target's name, where there are several hosts; {} for a run on one. What a host calls itself
+    if no two call themselves the same, else its address."""
+    hosts = {target.name: target.address.rpartition(":")[0] for target in there}
+    names = {hosts[target.name]: target.node for target in there}
+    if len(names) < 2:
+        return {}
+    told = len({*names.values()}) == len(names) and all(names.values())
+    return {name: names[host] if told else host for name, host in hosts.items()}
 
 
 def get(url: str, seconds: float = SCRAPE_SECONDS, well: bool = False) -> str:
@@ -157,10 +173,13 @@ class Scraper:
         self._run = run
         self._seconds = seconds
         self._known: set[Target] = set()
+        self.hosts: Mapping[str, str] = {}
+        """`hosts_of` the targets of the last `ask`."""
 
     def ask(self) -> tuple[dict[str, Samples], dict[str, str]]:
         """Samples of the targets that answered, and why the others did not, by name."""
         there = targets(self._run)
+        self.hosts = hosts_of(there)
         pool = ThreadPoolExecutor(max(1, min(AT_ONCE, len(there))), "scrape")
         try:
             answers = list(pool.map(self._one, there))

@@ -29,7 +29,7 @@ from segue.errors import UserError
 from segue.files import JsonLines, write_atomic, write_json
 from segue.metrics.exporter import Exporter
 from segue.metrics.heartbeat import Heartbeat
-from segue.metrics.scrape import Scraper, Target, targets
+from segue.metrics.scrape import Scraper, Target, hosts_of, targets
 from segue.monitoring.firing import Firing, alerts_of, read_alerts
 from segue.monitoring.serve import address_file
 from segue.report.console import step_fields
@@ -192,6 +192,30 @@ def test_on_a_terminal_it_draws_until_ctrl_c(going_on: RunDir) -> None:
     assert b"Traceback" not in seen and b"\x1b[?1049h" in seen and b"\x1b[?1049l" in seen, "its own screen, and back"
 
 
+def test_a_picture_waits_for_a_run_that_is_only_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    runs: list[RunDir] = []
+
+    def start(seconds: float) -> None:
+        if runs:
+            raise KeyboardInterrupt
+        runs.append(RunDir.create(tmp_path / "run", to_toml(config_of(9))))
+
+    monkeypatch.setattr("segue.top.shell.sleep", start)
+    out = Terminal()
+    assert top(tmp_path / "run", 1.0, False, out) == 0
+    assert "There is no run directory" in out.getvalue() and "It goes on: 0 of 9 steps" in out.getvalue()
+    runs[0].unlock()
+    with pytest.raises(UserError, match="There is no run directory"):
+        top(tmp_path / "other", 1.0, True, Terminal())
+    monkeypatch.setattr("segue.top.shell.APPEAR_SECONDS", 0.0)
+    with pytest.raises(UserError, match="There is no run directory"):
+        top(tmp_path / "other", 1.0, False, Terminal())
+
+
 # --- parts --------------------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +226,25 @@ def test_targets_are_read_from_the_run(going_on: RunDir) -> None:
     (going_on.targets / "rollout-7.json").write_text("{")
     with pytest.raises(UserError, match="rollout-7"):
         targets(going_on)
+
+
+def test_hosts_are_told_where_there_are_several() -> None:
+    def of(*there: tuple[str, str]) -> dict[str, str]:
+        return hosts_of([Target(f"rollout-{rank}", address, node) for rank, (address, node) in enumerate(there)])
+
+    assert of(("10.0.0.1:5", "a"), ("10.0.0.1:6", "a")) == {}
+    assert of(("10.0.0.1:5", "a"), ("10.0.0.2:5", "b")) == {"rollout-0": "a", "rollout-1": "b"}
+    same = {"rollout-0": "10.0.0.1", "rollout-1": "[fd00::2]"}
+    assert of(("10.0.0.1:5", "c"), ("[fd00::2]:5", "c")) == same, "names that do not tell them apart"
+    assert of(("10.0.0.1:5", ""), ("[fd00::2]:5", "b")) == same
+
+
+def test_a_process_is_shown_with_its_host(going_on: RunDir) -> None:
+    (entry,) = json.loads((going_on.targets / "rollout-1.json").read_text())
+    port = entry["targets"][0].rpartition(":")[2]
+    write_json(going_on.targets / "rollout-1.json", [{"targets": [f"localhost:{port}"], "labels": {"node": "there"}}])
+    out = shown(going_on.path, "--once", "--interval", 0.1)[1]
+    assert re.search(r"^rollout-1 .*  on there ", out, re.M) and re.search(r"^rollout-7 .*  on here ", out, re.M)
 
 
 def test_steps_are_followed_as_the_file_grows_and_is_made_anew(tmp_path: Path) -> None:
@@ -240,6 +283,8 @@ def test_bars_are_full_and_as_long_as_their_shares() -> None:
 
 def test_everything_fits_on_a_screen_of_eighty_columns() -> None:
     exported = Exported(nodes=40)
+    for node in exported.nodes:
+        node.set("segue_policy_version", 3)
     before = Look(exported.time, 5000.0, exported.scrape())
     exported.work(4.0)
     picture = live(before, Look(exported.time, 5000.0, exported.scrape(), line=line_of(2)), 4)
