@@ -20,6 +20,7 @@ from rich.live import Live
 
 from segue.config import load_config
 from segue.console import written_to
+from segue.errors import RunFailed
 from segue.metrics.scrape import Scraper
 from segue.monitoring.firing import alerts_of
 from segue.report.read import age_bound, condition_of, read_summary
@@ -99,7 +100,7 @@ class Watch:
         self.goes_on = True
 
     def look(self) -> bool:
-        """Look once more. False: nothing that goes on was seen."""
+        """Look once more. False: nothing that goes on was seen. Raises `RunFailed` if the run directory is there no more."""
         samples, silent = self._scraper.ask()
         self._steps.read()
         look = Look(time.monotonic(), time.time(), samples, silent, self._scraper.hosts, self._steps.newest, self._steps.ages)
@@ -107,13 +108,16 @@ class Watch:
             self._looks.popleft()
         self._looks.append(look)
         self.goes_on = bool(samples) or self._run.held()
+        if not self.goes_on and not self._run.config.is_file():
+            path = self._run.path
+            raise RunFailed("run", f"The run directory {path} is gone: deleted or moved while it was watched; name another.")
         return self.goes_on
 
     def picture(self) -> Group:
         """What was seen, drawn."""
         look = self._looks[-1]
         trained = 0 if look.line is None else int(look.line["step"]) + 1
-        sentence = condition_of(self._run, self._config, trained).sentence
+        sentence = condition_of(self._run, self._config, trained, self.goes_on).sentence
         alerts = alerts_of(self._run) if self.goes_on else None
         if look.samples or (self.goes_on and look.silent):
             before = self._looks[0] if len(self._looks) > 1 else None

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from typer.testing import CliRunner
 
 from segue.cli import app
 from segue.config import to_toml
-from segue.errors import UserError
+from segue.errors import RunFailed, UserError
 from segue.files import JsonLines, write_atomic, write_json
 from segue.metrics.exporter import Exporter
 from segue.metrics.heartbeat import Heartbeat
@@ -33,6 +34,7 @@ from segue.metrics.scrape import Scraper, Target, hosts_of, targets
 from segue.monitoring.firing import Firing, alerts_of, read_alerts
 from segue.monitoring.serve import address_file
 from segue.report.console import step_fields
+from segue.report.read import read_report
 from segue.rundir import RunDir
 from segue.top.draw import bar, draw, figures
 from segue.top.model import Look, Process, live
@@ -41,6 +43,11 @@ from segue.top.steps_seen import StepsSeen
 
 SECONDS = 60.0
 """Until a command that does not do its part fails its test."""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def shown(*arguments: object) -> tuple[int, str, str]:
@@ -192,11 +199,31 @@ def test_on_a_terminal_it_draws_until_ctrl_c(going_on: RunDir) -> None:
     assert b"Traceback" not in seen and b"\x1b[?1049h" in seen and b"\x1b[?1049l" in seen, "its own screen, and back"
 
 
-def test_a_picture_waits_for_a_run_that_is_only_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+def test_a_run_whose_lock_is_not_seen_goes_on_as_long_as_it_answers(going_on: RunDir) -> None:
+    """As from another host than the run's."""
+    going_on.unlock()
+    assert read_report(going_on.path)[1].startswith(f"The run in {going_on.path} goes on: 3 of 9 steps")
+    assert "It goes on: 3 of 9 steps are trained." in shown(going_on.path, "--once", "--interval", 0.1)[1]
+    (going_on.targets / "rollout-7.json").write_text("{")
+    assert "is not complete" in read_report(going_on.path)[1]
 
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_run_directory_that_is_deleted_meanwhile_is_one_sentence(
+    once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "run", to_toml(config_of(9)))
+
+    def delete(seconds: float) -> None:
+        run.unlock()
+        shutil.rmtree(run.path)
+
+    monkeypatch.setattr("segue.top.shell.sleep", delete)
+    with pytest.raises(RunFailed, match="run is gone: deleted or moved"):
+        top(run.path, 1.0, once, io.StringIO() if once else Terminal())
+
+
+def test_a_picture_waits_for_a_run_that_is_only_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[RunDir] = []
 
     def start(seconds: float) -> None:
@@ -244,7 +271,7 @@ def test_a_process_is_shown_with_its_host(going_on: RunDir) -> None:
     port = entry["targets"][0].rpartition(":")[2]
     write_json(going_on.targets / "rollout-1.json", [{"targets": [f"localhost:{port}"], "labels": {"node": "there"}}])
     out = shown(going_on.path, "--once", "--interval", 0.1)[1]
-    assert re.search(r"^rollout-1 .*  on there ", out, re.M) and re.search(r"^rollout-7 .*  on here ", out, re.M)
+    assert re.search(r"^rollout-1 .*  on there\b", out, re.M) and re.search(r"^rollout-7 .*  on here\b", out, re.M)
 
 
 def test_steps_are_followed_as_the_file_grows_and_is_made_anew(tmp_path: Path) -> None:
