@@ -17,7 +17,7 @@ from typing import Annotated, ParamSpec
 import typer
 
 from segue import __version__
-from segue.console import open_missing_streams
+from segue.console import open_missing_streams, written_to
 from segue.errors import RunFailed, UserError
 
 P = ParamSpec("P")
@@ -164,7 +164,8 @@ def show_config(config: ConfigFile, overrides: Overrides = None) -> int:
     """Print the resolved config as TOML: what a run would really use."""
     from segue.config import load_config, to_toml
 
-    print(to_toml(load_config(config, overrides)), end="")
+    with written_to(sys.stdout):
+        print(to_toml(load_config(config, overrides)), end="")
     return 0
 
 
@@ -201,15 +202,18 @@ def report(
     if as_html:
         from segue.report.page import write_page
 
-        print(write_page(run, file))
+        page = write_page(run, file)
+        with written_to(sys.stdout):
+            print(page)
         return 0
     summary, incomplete = read_report(run)
-    if as_json:
-        print(json.dumps(summary, indent=2))
-    else:
-        from segue.report.table import print_summary
+    with written_to(sys.stdout):
+        if as_json:
+            print(json.dumps(summary, indent=2))
+        else:
+            from segue.report.table import print_summary
 
-        print_summary(summary, f"Run {run}", sys.stdout)
+            print_summary(summary, f"Run {run}", sys.stdout)
     if incomplete:
         print(incomplete, file=sys.stderr)
     return 0

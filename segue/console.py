@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from typing import IO, cast
 
+from segue.errors import RunFailed
+
 PIECE = 512
 """Bytes per write: a pipe or terminal that has room at all has room for them (POSIX: a pipe takes as many in one piece)."""
 KEPT = 1 << 20
@@ -40,6 +42,26 @@ def open_missing_streams() -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - open as long as the process lives
+
+
+@contextlib.contextmanager
+def written_to(out: IO[str]) -> Iterator[None]:
+    """A block that does nothing but print to `out`, which it flushes: what cannot be written is a `RunFailed` of one sentence.
+
+    A reader that has gone (`| head`) is none: `BrokenPipeError` passes.
+    """
+    try:
+        yield
+        out.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):  # what is left in the buffer would fail again when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        raise RunFailed(
+            "output",
+            f"Standard output could not be written ({error.strerror}): free some space where it goes to, or send it elsewhere.",
+        ) from error
 
 
 class Console(io.TextIOBase):

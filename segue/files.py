@@ -82,7 +82,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         try:
             parsed = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
             raise UserError(f"Line {number} of {path} is no JSON object: restore the file or remove that line.")

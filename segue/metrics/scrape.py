@@ -1,19 +1,24 @@
 """Asks the processes of a run for their metrics, over HTTP, where `metrics/targets/*.json` says that they are.
 
-Waits for: each answer, at most `seconds`. A process that does not answer is an `OSError`, raised or handed back.
+Waits for: each answer, its last byte included, at most `seconds`. A process that does not answer is an `OSError`, raised or
+handed back.
 """
 
 from __future__ import annotations
 
+import http
 import http.client
 import json
 import re
+import socket
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from segue.errors import UserError
 from segue.metrics.samples import Samples, Scrape, read_exposition
@@ -23,16 +28,61 @@ SCRAPE_SECONDS = 5.0
 AT_ONCE = 32
 """Questions under way: a run of a hundred nodes is asked in a few rounds."""
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Past `http_proxy`: a run's processes are on its own hosts, which a proxy for the world outside often cannot reach."""
+ANSWER_BYTES = 16 << 20
+"""What answers with more is no process of a run: the metrics of a large one are some hundred kilobytes."""
+_PIECE = 1 << 16
+
+
+class _Timely(socket.socket):
+    """Receives until `deadline` (`time.monotonic`). A socket's own timeout begins anew with every byte that comes."""
+
+    deadline = 0.0
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        left = self.deadline - time.monotonic()
+        if left <= 0.0:
+            raise TimeoutError("timed out")
+        self.settimeout(left)
+        return super().recv_into(*args, **kwargs)
+
+
+class _Connection(http.client.HTTPConnection):
+    """One question, whose timeout is over all of it."""
+
+    def connect(self) -> None:
+        seconds = self.timeout
+        assert seconds is not None
+        deadline = time.monotonic() + seconds
+        super().connect()
+        self.sock = _Timely(fileno=self.sock.detach())
+        self.sock.settimeout(seconds)
+        self.sock.deadline = deadline
+
+
+class _Handler(urllib.request.HTTPHandler):
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(_Connection, request)
+
+
+def _direct() -> urllib.request.OpenerDirector:
+    """HTTP alone: no `http_proxy` (a run's processes are on its own hosts, which a proxy for the world outside often cannot
+    reach), no redirections (each would have a timeout of its own), and an answer that says no is an answer."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (_Handler(), urllib.request.UnknownHandler()):
+        opener.add_handler(handler)
+    return opener
+
+
+_DIRECT = _direct()
 
 
 @dataclass(frozen=True)
 class Target:
-    """A process that serves metrics: its name, for instance "rollout-0", and host:port."""
+    """A process that serves metrics: its name, for instance "rollout-0", host:port, and what its host calls itself, if known."""
 
     name: str
     address: str
+    node: str = ""
 
 
 def targets(run: RunDir) -> list[Target]:
@@ -41,10 +91,14 @@ def targets(run: RunDir) -> list[Target]:
     for file in sorted(run.targets.glob("*.json")):
         try:
             entries = json.loads(file.read_text(encoding="utf-8"))
-            found += [Target(file.stem, _checked(address)) for entry in entries for address in entry["targets"]]
+            found += [
+                Target(file.stem, _checked(address), str(dict(entry.get("labels") or {}).get("node", "")))
+                for entry in entries
+                for address in entry["targets"]
+            ]
         except FileNotFoundError:
             continue  # withdrawn in between
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file} cannot be read as a target of the run ({error}): remove it.") from None
     return found
 
@@ -57,18 +111,42 @@ def _checked(address: str) -> str:
     return address
 
 
+def hosts_of(there: Sequence[Target]) -> dict[str, str]:
+    """The host of each target by the target's name, where there are several hosts; {} for a run on one. What a host calls itself
+    if no two call themselves the same, else its address."""
+    hosts = {target.name: target.address.rpartition(":")[0] for target in there}
+    names = {hosts[target.name]: target.node for target in there}
+    if len(names) < 2:
+        return {}
+    told = len({*names.values()}) == len(names) and all(names.values())
+    return {name: names[host] if told else host for name, host in hosts.items()}
+
+
 def get(url: str, seconds: float = SCRAPE_SECONDS, well: bool = False) -> str:
-    """The text behind a URL; no proxy is asked. Raises `OSError`, also where the answer says no if it must be `well`."""
+    """The text behind a URL, whole within `seconds` and `ANSWER_BYTES`; no proxy is asked.
+
+    Raises `OSError`, also where the answer says no (as `/health` of a process that is not well does) if it must be `well`, and
+    `ValueError` for what is no URL.
+    """
     try:
         with _DIRECT.open(url, timeout=seconds) as answer:
-            return str(answer.read().decode("utf-8", "replace"))
-    except urllib.error.HTTPError as error:  # `/health` of a process that is not well
-        with error:
-            if well:
-                raise
-            return error.read().decode("utf-8", "replace")
+            if well and answer.status != http.HTTPStatus.OK:
+                raise OSError(f"the answer is {answer.status} {answer.reason}")
+            return _body(answer).decode("utf-8", "replace")
     except http.client.HTTPException as error:
         raise OSError(f"no answer in HTTP: {error!r}") from error
+
+
+def _body(answer: http.client.HTTPResponse) -> bytes:
+    """All of it. Raises `OSError` if it is too much, `IncompleteRead` if it ends before its Content-Length."""
+    body = bytearray()
+    while piece := answer.read(_PIECE):
+        body += piece
+        if len(body) > ANSWER_BYTES:
+            raise OSError(f"it answers with more than {ANSWER_BYTES >> 20} MB")
+    if answer.length:  # `read` of a given size does not complain
+        raise http.client.IncompleteRead(bytes(body[:_PIECE]), answer.length)
+    return bytes(body)
 
 
 def samples_of(address: str, seconds: float = SCRAPE_SECONDS) -> Samples:
@@ -95,12 +173,18 @@ class Scraper:
         self._run = run
         self._seconds = seconds
         self._known: set[Target] = set()
+        self.hosts: Mapping[str, str] = {}
+        """`hosts_of` the targets of the last `ask`."""
 
     def ask(self) -> tuple[dict[str, Samples], dict[str, str]]:
         """Samples of the targets that answered, and why the others did not, by name."""
         there = targets(self._run)
-        with ThreadPoolExecutor(max(1, min(AT_ONCE, len(there))), "scrape") as pool:
+        self.hosts = hosts_of(there)
+        pool = ThreadPoolExecutor(max(1, min(AT_ONCE, len(there))), "scrape")
+        try:
             answers = list(pool.map(self._one, there))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C does not wait for who does not answer
         return _sorted(there, answers)
 
     def _one(self, target: Target) -> Samples | OSError:
@@ -118,7 +202,7 @@ class Scraper:
         try:
             health = json.loads(get(f"http://{target.address}/health", self._seconds))
             who = (health["run"], f"{health['role']}-{health['rank']}")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise OSError("something else answers there") from None
         if who != (self._run.name, target.name):
             raise OSError(f"{who[1]} of run {who[0]} answers there")

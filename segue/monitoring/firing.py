@@ -35,7 +35,7 @@ def alerts_of(run: RunDir) -> tuple[list[Firing], str]:
         return [], f"not watched: `segue monitor {run.path}` starts a Prometheus that evaluates them"
     try:
         return read_alerts(json.loads(get(f"{address}/api/v1/alerts", ASK_SECONDS)), run.name), ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [], f"not known: the Prometheus at {address} does not answer (`segue monitor {run.path}` starts one)"
 
 

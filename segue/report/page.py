@@ -13,7 +13,7 @@ from segue.errors import RunFailed, UserError
 from segue.files import read_jsonl, write_atomic
 from segue.report.curves import SMOOTHING, Chart, charts
 from segue.report.page_style import STYLE
-from segue.report.read import age_bound, condition_of, read_report, recorded_evals
+from segue.report.read import age_bound, condition_of, goes_on, read_report, recorded_evals
 from segue.report.steps import read_steps
 from segue.report.svg import svg
 from segue.report.table import rows
@@ -48,7 +48,7 @@ def page_of(run: RunDir, now: datetime) -> str:
     config = load_config(run.config)
     lines = read_steps(run.metrics)
     summary, _ = read_report(run.path)
-    condition = condition_of(run, config, len({line["step"] for line in lines}))
+    condition = condition_of(run, config, len({line["step"] for line in lines}), goes_on(run))
     made, missing = charts(lines, age_bound(run, config), recorded_evals(run))
     attempts = read_jsonl(run.path / ATTEMPTS)
     parts = [

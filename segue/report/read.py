@@ -9,10 +9,13 @@ from typing import Any, Literal
 
 from segue.config import Config, load_config
 from segue.errors import UserError
+from segue.metrics.scrape import Scraper
 from segue.report.steps import read_steps
 from segue.report.summary import partial_summary
 from segue.report.table import rows
 from segue.rundir import RunDir
+
+ASK_SECONDS = 2.0
 
 
 def read_report(path: Path) -> tuple[dict[str, Any], str]:
@@ -26,12 +29,19 @@ def read_report(path: Path) -> tuple[dict[str, Any], str]:
     lines = read_steps(run.metrics)
     config = load_config(run.config)
     known = partial_summary(config.mode, age_bound(run, config), lines)
+    of = f"{known['steps']} of {config.steps} steps are trained, and the figures are those of the steps alone"
+    if goes_on(run):
+        return known, f"The run in {path} goes on: {of}."
     on = "a stopped run goes on with --resume" if run.complete_checkpoints() else "it has no checkpoint to go on from yet"
-    sentence = (
-        f"The run in {path} is not complete: {known['steps']} of {config.steps} steps are trained, "
-        f"and the figures are those of the steps alone ({on})."
-    )
-    return known, sentence
+    return known, f"The run in {path} is not complete: {of} ({on})."
+
+
+def goes_on(run: RunDir) -> bool:
+    """Whether a process owns the run or, where a lock is not seen (the run is on other hosts), one of its processes answers."""
+    try:
+        return run.held() or bool(Scraper(run, ASK_SECONDS).ask()[0])
+    except UserError:  # a damaged target: nothing is known
+        return False
 
 
 def age_bound(run: RunDir, config: Config) -> int:
@@ -65,7 +75,7 @@ _REMEDY = "restore it, or remove it to see the figures of the steps"
 def _load(path: Path) -> dict[str, Any]:
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): {_REMEDY}.") from None
     if not isinstance(summary, dict):
         raise UserError(f"{path} holds no figures: {_REMEDY}.")
@@ -80,10 +90,10 @@ class Condition:
     sentence: str
 
 
-def condition_of(run: RunDir, config: Config, steps: int) -> Condition:
-    """How the run stands after `steps` steps, as its directory shows."""
+def condition_of(run: RunDir, config: Config, steps: int, going: bool) -> Condition:
+    """How the run stands after `steps` steps, as its directory shows; `going`: whether it goes on."""
     of = f"{steps} of {config.steps} steps"
-    if run.held():
+    if going:
         return Condition("goes on", f"It goes on: {of} are trained.")
     if run.summary.is_file():
         seconds = read_summary(run)["wall_seconds"]

@@ -100,18 +100,23 @@ def _cells(shares: Sequence[float], cells: int) -> list[int]:
 
 
 def _words(process: Process) -> Text:
-    """The states by share, what the process is in now, its version, and what is wrong with it."""
+    """What is wrong with the process, its host, its version, the state it is in now, and the states by share."""
     text = Text(no_wrap=True, overflow="ellipsis")
     if process.trouble:
         text.append(f"{process.trouble}  ", "bold red")
+    if process.host:
+        text.append(f"on {process.host}  ")
+    if process.bare:
+        text.append("no weights yet  " if process.count == 1 else f"{process.bare} without weights yet  ", "bold")
     if process.version is not None or process.behind:
         version = "" if process.version is None else f"version {process.version}"
         behind = f"{process.behind} behind" if process.version is not None else f"up to {process.behind} versions behind"
         text.append(f"{version}{', ' if version and process.behind else ''}{behind if process.behind else ''}  ", "bold")
+    ranked = sorted(process.shares.items(), key=lambda item: -item[1])
+    shares = ", ".join(f"{state} {share:.0%}" for state, share in ranked if share >= LEAST)
     if process.now:
-        text.append(f"in {process.now}; ")
-    shares = sorted(process.shares.items(), key=lambda item: -item[1])
-    text.append(", ".join(f"{state} {share:.0%}" for state, share in shares if share >= LEAST), "bright_black")
+        text.append(f"in {process.now}{'; ' if shares else ''}")
+    text.append(shares, "bright_black")
     return text
 
 
@@ -128,7 +133,9 @@ def figures(picture: Picture) -> Iterator[tuple[str, str]]:
         slots = "" if picture.requests is None else f", {picture.requests:,} requests in an engine"
         yield "in flight", f"{picture.in_flight:,} episodes{slots}"
     yield "staleness", _ages(picture.ages)
-    if picture.newest is not None:
+    if picture.unpublished:
+        yield "versions", "none yet"
+    elif picture.newest is not None:
         yield "versions", f"newest {picture.newest}{_behind(picture.processes)}"
     if picture.latency is not None:
         latency = picture.latency
@@ -145,9 +152,11 @@ def _ages(ages: Ages) -> str:
 
 
 def _behind(processes: Sequence[Process]) -> str:
-    late = [f"{process.name} {process.behind} behind" for process in processes if process.behind and process.count == 1]
-    if late:
-        return ": " + ", ".join(late)
+    late = [process for process in processes if process.behind or process.bare]
+    if named := [f"{one.name} {'none yet' if one.bare else f'{one.behind} behind'}" for one in late if one.count == 1]:
+        return ": " + ", ".join(named)
+    if late:  # some of many, who are not shown one by one
+        return ""
     return ", all nodes have it" if any(process.version is not None for process in processes) else ""
 
 

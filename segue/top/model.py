@@ -21,13 +21,14 @@ _STATE_SECONDS, _ENV = "segue_worker_state_seconds_total", "segue_env_step_secon
 @dataclass(frozen=True)
 class Look:
     """The processes of a run in one moment: `moment` in seconds of any steady clock, `wall` in Unix seconds; `samples` of those
-    that answered, `silent` why the others did not; `line` is the newest of metrics.jsonl, `ages` the trained tokens by age of all
-    its lines."""
+    that answered, `silent` why the others did not, `hosts` which host each is on if there are several; `line` is the newest of
+    metrics.jsonl, `ages` the trained tokens by age of all its lines."""
 
     moment: float
     wall: float
     samples: Scrape = field(default_factory=dict)
     silent: Mapping[str, str] = field(default_factory=dict)
+    hosts: Mapping[str, str] = field(default_factory=dict)
     line: Mapping[str, Any] | None = None
     ages: Sequence[int] = ()
 
@@ -35,14 +36,17 @@ class Look:
 @dataclass(frozen=True)
 class Process:
     """One process, or `count` of a role together. `shares` of its time by state; `now` the state it is in; `version` of the
-    weights it has, and how many versions that is `behind`; `trouble` in words."""
+    weights it has, and how many versions that is `behind`; `bare` ones have no weights yet; `trouble` in words; `host` where
+    there are several."""
 
     name: str
     shares: Mapping[str, float]
     now: str = ""
     version: int | None = None
     behind: int = 0
+    bare: int = 0
     trouble: str = ""
+    host: str = ""
     count: int = 1
 
     @property
@@ -92,6 +96,8 @@ class Picture:
     in_flight: int | None = None
     requests: int | None = None
     newest: int | None = None
+    unpublished: bool = False
+    """There is a learner, and it has published no weights yet."""
     latency: Latency | None = None
     per_second: Mapping[str, float] = field(default_factory=dict)
     success: Mapping[str, float] = field(default_factory=dict)
@@ -106,7 +112,9 @@ def live(before: Look | None, now: Look, bound: int) -> Picture:
     known = {} if before is None else before.samples
     both = samples if before is None else {target: samples[target] for target in samples if target in known}
     grew = difference(known, both)
-    newest = max((int(version) for version in values(samples, "learner", "segue_policy_version")), default=None)
+    learners = [own for target, own in samples.items() if role_of(target) == "learner"]
+    published = [version for own in learners if (version := _version(own)) is not None]
+    newest = max(published, default=None)
     found = [_process(target, grew, now, newest) for target in sorted({*samples, *now.silent}, key=_order)]
     return Picture(
         span=seconds,
@@ -117,6 +125,7 @@ def live(before: Look | None, now: Look, bound: int) -> Picture:
         in_flight=_whole(samples, "scheduler", "segue_episodes_in_flight"),
         requests=_whole(samples, "rollout", "segue_requests_running"),
         newest=newest,
+        unpublished=bool(learners) and newest is None,
         latency=(_latency(grew, "in that time") if seconds else None) or _latency(difference({}, samples), "whole run"),
         per_second=_rates(grew, seconds, now.line),
     )
@@ -130,20 +139,29 @@ def _order(target: str) -> tuple[str, int]:
 
 def _process(target: str, grew: Scrape, now: Look, newest: int | None) -> Process:
     role = role_of(target)
+    host = now.hosts.get(target, "")
     if target in now.silent:
-        return Process(target, {}, trouble=f"does not answer: {now.silent[target]}")
+        return Process(target, {}, trouble=f"does not answer: {now.silent[target]}", host=host)
     samples = now.samples[target]
     beat = samples.get("segue_worker_heartbeat_timestamp_seconds", 0.0)
     silence = now.wall - beat if beat else 0.0
-    version = samples.get("segue_policy_version") if role == "rollout" else None
+    version = _version(samples) if role == "rollout" else None
     return Process(
         target,
         _shares({target: grew[target]} if target in grew else {}, role),
         now=_state(samples),
-        version=None if version is None else int(version),
-        behind=max(0, (newest or 0) - int(version)) if version is not None else 0,
+        version=version,
+        behind=max(0, (newest or 0) - version) if version is not None else 0,
+        bare=int(role == "rollout" and version is None),
         trouble=f"no sign of life for {silence:.0f} s" if silence > STALE_SECONDS else "",
+        host=host,
     )
+
+
+def _version(samples: Samples) -> int | None:
+    """Of the weights published or loaded; None before the first ones: the gauge begins with 0, which is a version too."""
+    version = samples.get("segue_policy_version", 0.0)
+    return int(version) if version or samples.get("segue_policy_update_timestamp_seconds") else None
 
 
 def _shares(grew: Scrape, role: str) -> dict[str, float]:
@@ -180,7 +198,8 @@ def _of_role(role: str, processes: Sequence[Process]) -> Iterable[Process]:
     mean = {state: sum(process.shares.get(state, 0.0) for process in told) / len(told) for state in states}
     idlest = sorted(told, key=lambda process: process.busy or 0.0)[:IDLEST]
     unwell = [process for process in own if process.trouble and process not in idlest]
-    together = Process(f"{role} × {len(own)}", mean, behind=max(process.behind for process in own), count=len(own))
+    behind, bare = max(process.behind for process in own), sum(process.bare for process in own)
+    together = Process(f"{role} × {len(own)}", mean, behind=behind, bare=bare, count=len(own))
     return [together, *idlest, *unwell[:EACH]]
 
 

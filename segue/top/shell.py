@@ -1,7 +1,8 @@
 """`segue top RUN`: looks at a run again and again and draws what it sees, until the run is over or Ctrl-C.
 
 Consumes: `/metrics` of the run's processes, its metrics.jsonl and summary.json, and Prometheus' alerts where one watches the run.
-Waits for: every answer up to `ASK_SECONDS`; the interval between two looks. Unblocked by: Ctrl-C at any moment.
+Waits for: the run directory up to `APPEAR_SECONDS`; every answer up to `ASK_SECONDS`; the interval between two looks.
+Unblocked by: Ctrl-C at any moment.
 Produces: pictures.
 """
 
@@ -18,11 +19,13 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from segue.config import load_config
+from segue.console import written_to
+from segue.errors import RunFailed
 from segue.metrics.scrape import Scraper
 from segue.monitoring.firing import alerts_of
 from segue.report.read import age_bound, condition_of, read_summary
 from segue.report.steps import read_steps
-from segue.rundir import RunDir
+from segue.rundir import CONFIG, LOCK, RunDir
 from segue.top.draw import draw
 from segue.top.model import Look, live, past
 from segue.top.steps_seen import StepsSeen
@@ -30,15 +33,20 @@ from segue.top.steps_seen import StepsSeen
 ASK_SECONDS = 2.0
 WINDOW_SECONDS = 10.0
 """Shares and rates are over the looks of so long, or over two looks if they are further apart."""
+APPEAR_SECONDS = 10.0
+"""How long a live picture waits for a run that is only being started."""
 WIDTH = 240
 """Columns where there is no terminal: no figure is torn apart."""
 
 
 def top(path: Path, interval: float, once: bool, out: IO[str]) -> int:
     """Show the run in `path`; 0. With `once`, or where `out` is no terminal, one picture. Raises `UserError` if there is none."""
-    watch = Watch(RunDir.open(path))
+    alone = once or not out.isatty()
     try:
-        if once or not out.isatty():
+        if not alone:
+            _await(path, out)
+        watch = Watch(RunDir.open(path))
+        if alone:
             watch.look()
             if watch.goes_on:
                 sleep(interval)
@@ -48,10 +56,25 @@ def top(path: Path, interval: float, once: bool, out: IO[str]) -> int:
                 while watch.look():
                     screen.update(watch.picture(), refresh=True)
                     sleep(interval)
-        _print(watch.picture(), out)
+        picture = watch.picture()
+        with written_to(out):
+            _print(picture, out)
     except KeyboardInterrupt:
         pass
     return 0
+
+
+def _await(path: Path, out: IO[str]) -> None:
+    """Wait until the run directory is there, or `APPEAR_SECONDS`. A folder with other things in it will not become one."""
+    deadline = time.monotonic() + APPEAR_SECONDS
+    told = False
+    while not (path / CONFIG).is_file() and time.monotonic() < deadline:
+        if path.exists() and not (path / LOCK).exists():
+            return
+        if not told:
+            print(f"There is no run directory {path} yet: waiting up to {APPEAR_SECONDS:g} s for it.", file=out, flush=True)
+            told = True
+        sleep(0.2)
 
 
 def _print(picture: Group, out: IO[str]) -> None:
@@ -77,21 +100,24 @@ class Watch:
         self.goes_on = True
 
     def look(self) -> bool:
-        """Look once more. False: nothing that goes on was seen."""
+        """Look once more. False: nothing that goes on was seen. Raises `RunFailed` if the run directory is there no more."""
         samples, silent = self._scraper.ask()
         self._steps.read()
-        look = Look(time.monotonic(), time.time(), samples, silent, self._steps.newest, self._steps.ages)
+        look = Look(time.monotonic(), time.time(), samples, silent, self._scraper.hosts, self._steps.newest, self._steps.ages)
         while len(self._looks) > 1 and look.moment - self._looks[1].moment >= WINDOW_SECONDS:
             self._looks.popleft()
         self._looks.append(look)
         self.goes_on = bool(samples) or self._run.held()
+        if not self.goes_on and not self._run.config.is_file():
+            path = self._run.path
+            raise RunFailed("run", f"The run directory {path} is gone: deleted or moved while it was watched; name another.")
         return self.goes_on
 
     def picture(self) -> Group:
         """What was seen, drawn."""
         look = self._looks[-1]
         trained = 0 if look.line is None else int(look.line["step"]) + 1
-        sentence = condition_of(self._run, self._config, trained).sentence
+        sentence = condition_of(self._run, self._config, trained, self.goes_on).sentence
         alerts = alerts_of(self._run) if self.goes_on else None
         if look.samples or (self.goes_on and look.silent):
             before = self._looks[0] if len(self._looks) > 1 else None

@@ -45,7 +45,7 @@ class StepsSeen:
     def _take(self, text: bytes) -> None:
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if isinstance(line, dict) and steps.is_step(line):
             self.newest = line

@@ -160,6 +160,7 @@ def test_report_shows_a_finished_run(tmp_path: Path) -> None:
 
 def test_report_of_a_run_that_is_not_complete_says_so_beside_the_figures(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "demo", CONFIG)
+    run.unlock()
     for arguments in ((), ("--json",)):
         code, out, err = segue("report", run.path, *arguments)
         assert code == 0 and err.startswith(f"The run in {run.path} is not complete: 0 of 5 steps are trained")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from exported_run import write_run
@@ -82,6 +85,7 @@ def test_what_is_torn_or_missing_costs_no_more_than_its_figures(what: str, done:
         assert out
 
 
+DEEP = "[" * 100_000
 STEP = '{"step": 0, "version": 0, "ages": [5]}'
 REFUSED: dict[str, tuple[Callable[[RunDir], object], tuple[tuple[str, ...], ...], str]] = {
     "half a summary": (lambda run: halved(run.summary), COMMANDS, "summary.json cannot be read"),
@@ -118,6 +122,10 @@ REFUSED: dict[str, tuple[Callable[[RunDir], object], tuple[tuple[str, ...], ...]
         COMMANDS[:2],
         "'127.0.0.1:99999' is no host:port",
     ),
+    "a target without end": (told(TARGET, DEEP), COMMANDS[:2], "rollout-0.json cannot be read as a target"),
+    "a summary without end": (told("summary.json", DEEP), COMMANDS, "summary.json cannot be read"),
+    "evaluations without end": (told("evals.json", DEEP), COMMANDS[4:], "evals.json cannot be read"),
+    "a line without end": (told("metrics.jsonl", DEEP + "\n" + STEP + "\n"), LINES, "Line 1 of"),
     "a target that is a number": (told(TARGET, '[{"targets": [7], "labels": {}}]'), COMMANDS[:2], "cannot be read as a target"),
 }
 
@@ -175,3 +183,41 @@ def test_an_address_of_prometheus_that_is_none_is_told_as_not_known(tmp_path: Pa
     for answer in answers:
         with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
             read_alerts(answer, "run")
+
+
+WHOLE = (*COMMANDS, ("config",))
+
+
+def into(out: IO[str], command: tuple[str, ...], run: RunDir, monkeypatch: pytest.MonkeyPatch) -> object:
+    """The exit code of a command whose standard output is `out`, which is flushed once more, as when Python ends."""
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises(SystemExit) as ended:
+        app([*command, str(run.config if command == ("config",) else run.path)])
+    sys.stdout.flush()
+    return ended.value.code
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", WHOLE, ids=" ".join)
+def test_a_full_disk_under_standard_output_is_one_sentence(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 3, 3, done=True)
+    with open("/dev/full", "w") as full:
+        assert into(full, command, run, monkeypatch) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "Standard output could not be written (No space left on device): free" in err
+
+
+@pytest.mark.parametrize("command", WHOLE, ids=" ".join)
+def test_a_reader_who_has_seen_enough_is_told_nothing(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 3, 3, done=True)
+    reading, writing = os.pipe()
+    os.close(reading)
+    out = open(writing, "w")  # noqa: SIM115 - closing it fails: see below
+    assert into(out, command, run, monkeypatch) == 1
+    assert capsys.readouterr().err == ""
+    with suppress(BrokenPipeError):
+        out.close()

@@ -350,6 +350,7 @@ def test_a_finished_run_reports_its_summary(tmp_path: Path) -> None:
 
 def test_an_incomplete_run_says_so_and_shows_what_the_steps_tell(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "demo", CONFIG)
+    run.unlock()
     summary, sentence = read_report(run.path)
     assert summary["steps"] == 0 and "0 of 5 steps" in sentence
     with JsonLines(run.metrics) as lines:
@@ -364,6 +365,11 @@ def test_an_incomplete_run_says_so_and_shows_what_the_steps_tell(tmp_path: Path)
     )
     (run.checkpoints / "step_2").mkdir()
     (run.checkpoints / "step_2" / "COMPLETE").touch()
+    run.lock()
+    assert read_report(run.path)[1] == (
+        f"The run in {run.path} goes on: 2 of 5 steps are trained, and the figures are those of the steps alone."
+    )
+    run.unlock()
     assert read_report(run.path)[1].endswith("those of the steps alone (a stopped run goes on with --resume).")
     assert summary["incomplete"] and summary["tokens"] == {"generated": None, "trained": 200, "masked_age": 7}
     assert summary["staleness"]["bound"] == 4 and summary["wall_seconds"] == 3.0

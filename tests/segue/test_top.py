@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,14 +26,15 @@ from typer.testing import CliRunner
 
 from segue.cli import app
 from segue.config import to_toml
-from segue.errors import UserError
+from segue.errors import RunFailed, UserError
 from segue.files import JsonLines, write_atomic, write_json
 from segue.metrics.exporter import Exporter
 from segue.metrics.heartbeat import Heartbeat
-from segue.metrics.scrape import Scraper, Target, targets
+from segue.metrics.scrape import Scraper, Target, hosts_of, targets
 from segue.monitoring.firing import Firing, alerts_of, read_alerts
 from segue.monitoring.serve import address_file
 from segue.report.console import step_fields
+from segue.report.read import read_report
 from segue.rundir import RunDir
 from segue.top.draw import bar, draw, figures
 from segue.top.model import Look, Process, live
@@ -41,6 +43,11 @@ from segue.top.steps_seen import StepsSeen
 
 SECONDS = 60.0
 """Until a command that does not do its part fails its test."""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def shown(*arguments: object) -> tuple[int, str, str]:
@@ -97,10 +104,13 @@ def test_a_target_whose_port_another_run_has_taken_is_not_believed(going_on: Run
     other.unlock()
 
 
-def test_what_answers_but_is_no_process_of_ours_is_no_traceback(going_on: RunDir) -> None:
+@pytest.mark.parametrize(
+    "words", [b"220 mail.example ESMTP\r\n", b"HTTP/1.0 200 OK\r\n\r\n" + b"[" * 100_000], ids=["mail", "deep"]
+)
+def test_what_answers_but_is_no_process_of_ours_is_no_traceback(words: bytes, going_on: RunDir) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.wfile.write(b"220 mail.example ESMTP\r\n")
+            self.wfile.write(words)
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -189,6 +199,50 @@ def test_on_a_terminal_it_draws_until_ctrl_c(going_on: RunDir) -> None:
     assert b"Traceback" not in seen and b"\x1b[?1049h" in seen and b"\x1b[?1049l" in seen, "its own screen, and back"
 
 
+def test_a_run_whose_lock_is_not_seen_goes_on_as_long_as_it_answers(going_on: RunDir) -> None:
+    """As from another host than the run's."""
+    going_on.unlock()
+    assert read_report(going_on.path)[1].startswith(f"The run in {going_on.path} goes on: 3 of 9 steps")
+    assert "It goes on: 3 of 9 steps are trained." in shown(going_on.path, "--once", "--interval", 0.1)[1]
+    (going_on.targets / "rollout-7.json").write_text("{")
+    assert "is not complete" in read_report(going_on.path)[1]
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_run_directory_that_is_deleted_meanwhile_is_one_sentence(
+    once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "run", to_toml(config_of(9)))
+
+    def delete(seconds: float) -> None:
+        run.unlock()
+        shutil.rmtree(run.path)
+
+    monkeypatch.setattr("segue.top.shell.sleep", delete)
+    with pytest.raises(RunFailed, match="run is gone: deleted or moved"):
+        top(run.path, 1.0, once, io.StringIO() if once else Terminal())
+
+
+def test_a_picture_waits_for_a_run_that_is_only_being_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[RunDir] = []
+
+    def start(seconds: float) -> None:
+        if runs:
+            raise KeyboardInterrupt
+        runs.append(RunDir.create(tmp_path / "run", to_toml(config_of(9))))
+
+    monkeypatch.setattr("segue.top.shell.sleep", start)
+    out = Terminal()
+    assert top(tmp_path / "run", 1.0, False, out) == 0
+    assert "There is no run directory" in out.getvalue() and "It goes on: 0 of 9 steps" in out.getvalue()
+    runs[0].unlock()
+    with pytest.raises(UserError, match="There is no run directory"):
+        top(tmp_path / "other", 1.0, True, Terminal())
+    monkeypatch.setattr("segue.top.shell.APPEAR_SECONDS", 0.0)
+    with pytest.raises(UserError, match="There is no run directory"):
+        top(tmp_path / "other", 1.0, False, Terminal())
+
+
 # --- parts --------------------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +253,25 @@ def test_targets_are_read_from_the_run(going_on: RunDir) -> None:
     (going_on.targets / "rollout-7.json").write_text("{")
     with pytest.raises(UserError, match="rollout-7"):
         targets(going_on)
+
+
+def test_hosts_are_told_where_there_are_several() -> None:
+    def of(*there: tuple[str, str]) -> dict[str, str]:
+        return hosts_of([Target(f"rollout-{rank}", address, node) for rank, (address, node) in enumerate(there)])
+
+    assert of(("10.0.0.1:5", "a"), ("10.0.0.1:6", "a")) == {}
+    assert of(("10.0.0.1:5", "a"), ("10.0.0.2:5", "b")) == {"rollout-0": "a", "rollout-1": "b"}
+    same = {"rollout-0": "10.0.0.1", "rollout-1": "[fd00::2]"}
+    assert of(("10.0.0.1:5", "c"), ("[fd00::2]:5", "c")) == same, "names that do not tell them apart"
+    assert of(("10.0.0.1:5", ""), ("[fd00::2]:5", "b")) == same
+
+
+def test_a_process_is_shown_with_its_host(going_on: RunDir) -> None:
+    (entry,) = json.loads((going_on.targets / "rollout-1.json").read_text())
+    port = entry["targets"][0].rpartition(":")[2]
+    write_json(going_on.targets / "rollout-1.json", [{"targets": [f"localhost:{port}"], "labels": {"node": "there"}}])
+    out = shown(going_on.path, "--once", "--interval", 0.1)[1]
+    assert re.search(r"^rollout-1 .*  on there\b", out, re.M) and re.search(r"^rollout-7 .*  on here\b", out, re.M)
 
 
 def test_steps_are_followed_as_the_file_grows_and_is_made_anew(tmp_path: Path) -> None:
@@ -237,6 +310,8 @@ def test_bars_are_full_and_as_long_as_their_shares() -> None:
 
 def test_everything_fits_on_a_screen_of_eighty_columns() -> None:
     exported = Exported(nodes=40)
+    for node in exported.nodes:
+        node.set("segue_policy_version", 3)
     before = Look(exported.time, 5000.0, exported.scrape())
     exported.work(4.0)
     picture = live(before, Look(exported.time, 5000.0, exported.scrape(), line=line_of(2)), 4)

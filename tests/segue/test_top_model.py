@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from exported_run import ENV, Exported, line_of, write_run
+from rich.console import Console
 
 from segue.files import read_jsonl
 from segue.report.read import read_report
 from segue.top import model
+from segue.top.draw import draw
 from segue.top.model import EACH, IDLEST, Ages, Look, Picture, Process, Queue, past
 
 WALL = 5000.0
@@ -81,6 +85,42 @@ def test_versions_say_who_is_behind() -> None:
     picture = live(None, Look(1.0, WALL, exported.scrape()))
     assert picture.newest == 7
     assert [(p.version, p.behind) for p in picture.processes if p.name.startswith("rollout")] == [(7, 0), (5, 2)]
+
+
+def words(picture: Picture) -> str:
+    console = Console(file=io.StringIO(), width=300)
+    with console.capture() as text:
+        console.print(draw("Run x", "It goes on.", picture, None, 9, WALL))
+    return text.get()
+
+
+def test_before_the_first_weights_nobody_has_a_version() -> None:
+    exported = Exported()
+    exported.activities[0].begin("wait_weights")
+    picture = live(None, Look(1.0, WALL, exported.scrape()))
+    assert (picture.newest, process(picture, "rollout-0").version) == (None, None)
+    text = words(picture)
+    assert "no weights yet  in wait_weights" in text and re.search(r"^versions +none yet *$", text, re.M)
+    exported.learner.set("segue_policy_update_timestamp_seconds", 4000.0)
+    exported.nodes[1].set("segue_policy_update_timestamp_seconds", 4000.0)
+    picture = live(None, Look(1.0, WALL, exported.scrape()))
+    assert (picture.newest, process(picture, "rollout-1").version) == (0, 0), "the first version is 0"
+    text = words(picture)
+    assert "  version 0  " in text and re.search(r"^versions +newest 0: rollout-0 none yet *$", text, re.M)
+
+
+def test_of_many_nodes_it_is_told_how_many_have_no_weights() -> None:
+    exported = Exported(EACH + 1)
+    exported.learner.set("segue_policy_version", 1)
+    for node in exported.nodes[:EACH]:
+        node.set("segue_policy_version", 1)
+    text = words(live(None, Look(1.0, WALL, exported.scrape())))
+    assert "1 without weights yet" in text and "all nodes have it" not in text
+
+
+def test_a_state_without_shares_stands_alone() -> None:
+    alone = Picture(span=None, processes=[Process("rollout-0", {}, now="wait_admission")], ages=Ages(None, None, None, None, 4))
+    assert "in wait_admission" in words(alone) and "wait_admission;" not in words(alone)
 
 
 def test_queues_in_flight_and_ages() -> None:
