@@ -55,7 +55,8 @@ async def test_a_frozen_receiver_is_named_by_the_deadline_and_its_late_return_is
         peer.signal(signal.SIGSTOP)
         result, [end] = await running
         assert not result.ok and result.missing == ["n0"] and "n0 took part" in result.reason
-        assert isinstance(end, str) and "n0 took part" in end
+        # The sender's word for it, or the receiver's own, whose deadline passes in the same moment.
+        assert isinstance(end, str) and ("n0 took part" in end or "the broadcast broke" in end)
         sender.publish(1, weights(1))
         again = transfer_to(sender.address, ["n1"], number=1, step=1, group=2)
         result, [staged] = await deliver(sender, [receiver], again)
