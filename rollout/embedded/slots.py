@@ -256,10 +256,11 @@ class SlotPolicy:
         slot.keep_until = self._step + self._keep_steps * slot.kv
 
     def drop(self, sequence: Sequence) -> None:
-        """The sequence ended and its KV goes."""
-        if sequence.slot is not None:
-            sequence.slot.clear()
-            sequence.slot = None
+        """The sequence ended and its KV goes, also where it was stopped and its KV stayed."""
+        for slot in self.slots:
+            if slot.sequence is sequence or (slot.preempted and slot.tokens is sequence.tokens):
+                slot.clear()
+        sequence.slot = None
 
     def forget(self, episode: int) -> None:
         """The episode is gone: so is its KV, at once or when its sequence ends."""

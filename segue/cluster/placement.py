@@ -39,9 +39,8 @@ class Placement:
         self._hosts = {host.rank: host for host in plan.hosts}
         self._seats = {seat.name: seat for seat in plan.seats}
         self._groups: dict[str, Any] = {}
-        self._first: dict[
-            int, str
-        ] = {}  # Ray's name of each host's node before any role started; one that comes back has another
+        # Ray's name of each host's node before any role started: one that comes back has another.
+        self._first: dict[int, str] = {}
         self._nodes: Nodes = Addressed(plan.hosts) if plan.ray else Numbered()
 
     async def gathered(self, seconds: float) -> None:

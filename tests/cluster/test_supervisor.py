@@ -176,19 +176,23 @@ def test_the_environment_is_ours(prepared: Prepared, monkeypatch: pytest.MonkeyP
     assert len(tokens) == 2
 
 
+TOLD = """
+    passed_on = []
+    signal.signal(signal.SIGINT, lambda *_: passed_on.append(1))
+    report(started=True)
+    time.sleep(0.1)
+    os.kill(%d, signal.SIGTERM)
+    while not passed_on: time.sleep(0.01)"""
+"""A driver that has started, whose supervisor gets SIGTERM, and who is told to stop."""
+
+
 def test_an_interrupt_before_the_start_is_over_ends_at_once(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"os.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(600)"
     assert under_watch(prepared, script, monkeypatch) == 130
 
 
 def test_an_interrupt_is_passed_on_and_the_second_ends_at_once(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = f"""
-    passed_on = []
-    signal.signal(signal.SIGINT, lambda *_: passed_on.append(1))
-    report(started=True)
-    time.sleep(0.1)
-    os.kill({os.getpid()}, signal.SIGTERM)
-    while not passed_on: time.sleep(0.01)
+    script = f"""{TOLD % os.getpid()}
     report(stopping=True)
     """
     assert under_watch(prepared, script, monkeypatch, RESULT % (130, "", "")) == 128 + signal.SIGTERM
@@ -197,13 +201,7 @@ def test_an_interrupt_is_passed_on_and_the_second_ends_at_once(prepared: Prepare
 
 def test_sigterm_may_come_twice(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM sends it when the time of a job is over and again when it ends the job; the checkpoint is written all the same."""
-    script = f"""
-    passed_on = []
-    signal.signal(signal.SIGINT, lambda *_: passed_on.append(1))
-    report(started=True)
-    time.sleep(0.1)
-    os.kill({os.getpid()}, signal.SIGTERM)
-    while not passed_on: time.sleep(0.01)
+    script = f"""{TOLD % os.getpid()}
     os.kill({os.getpid()}, signal.SIGTERM)
     report(stopping=True)
     time.sleep(0.1)

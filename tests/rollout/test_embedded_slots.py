@@ -240,6 +240,15 @@ def test_where_slots_are_enough_a_preempted_sequence_goes_on_with_its_kv() -> No
     assert last_admission(younger) == Admission(context=20, cached=20, prefilled=0)
 
 
+def test_a_preempted_sequence_whose_consumer_leaves_takes_its_kv_along() -> None:
+    policy = SlotPolicy(1, idle=1)
+    younger, older = sequence(A, priority=2, episode=7), sequence(B, priority=1, episode=8)
+    policy.admit([younger], 0)
+    policy.admit([older], 0)
+    policy.drop(younger)
+    assert [slot.episode for slot in policy.slots if slot.episode is not None] == [8] and older.slot is not None
+
+
 def test_equal_numbers_never_displace_each_other() -> None:
     policy = SlotPolicy(1)
     policy.admit([sequence(A, priority=3)], 0)
