@@ -30,7 +30,8 @@ from scheduler.core import events as e
 from segue.config import Config
 from segue.config.root import resolve
 from segue.episode import State, Task
-from segue.ports.scheduler import DeltaHead, Fail, Finish, Loaded, Parked, Paused, Resumed, SliceUsed, Transfer, TransferResult
+from segue.ports.rollout import DeltaHead, Fail, Finish, Loaded, Parked, Paused, Resumed, SliceUsed
+from segue.ports.transfer import Transfer, TransferResult
 
 GROUP = 8
 MAX_AGE = 4

@@ -32,7 +32,7 @@ from benchmarks.result import document, machine, write
 from benchmarks.slow_link import Link, make_link
 from segue.config.learner import WeightSyncConfig
 from segue.errors import RunFailed, UserError
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 
 MODULE = "benchmarks.weight_sync_peer"
 HOST = "127.0.0.1"

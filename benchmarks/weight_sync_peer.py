@@ -27,7 +27,8 @@ from rollout.update import Updater
 from segue.metrics import ActivityClock, Metrics, StateClock
 from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
 from segue.ports.engine import FinishReason, GenerateRequest
-from segue.ports.scheduler import BeginUpdate, Loaded, LoadFailed, NodeEvent, Transfer
+from segue.ports.rollout import BeginUpdate, Loaded, LoadFailed, NodeEvent
+from segue.ports.transfer import Transfer
 from segue.ports.weights import Probe
 from weightsync.gauges import PRECEDENCE
 from weightsync.group import BroadcastGroup

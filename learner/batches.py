@@ -21,7 +21,7 @@ from segue import wire
 from segue.config import Config
 from segue.episode import DeltaBody, Outcome, Purpose
 from segue.errors import WireError
-from segue.ports.scheduler import Batch, GroupPayload, MemberPayload
+from segue.ports.learner import Batch, GroupPayload, MemberPayload
 from segue.trajectory import Trajectory, concat
 
 Array = np.ndarray[Any, Any]

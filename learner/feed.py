@@ -22,8 +22,9 @@ from segue.clock import Compute, now
 from segue.config import Config
 from segue.errors import RunFailed, WireError
 from segue.metrics import Metrics
+from segue.ports.driver import GET_STATUS, GetStatus
+from segue.ports.learner import TAKE_BATCH, TakeBatch
 from segue.ports.rpc import Peer, PeerError, PeerLost, PeerTimeout, RemoteError, ask
-from segue.ports.scheduler import GET_STATUS, TAKE_BATCH, GetStatus, TakeBatch
 
 LONG_POLL_SECONDS = 10.0
 """How long one question for a batch waits at the scheduler before it is asked again."""

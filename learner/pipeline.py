@@ -9,7 +9,7 @@ from torchdata.nodes import BaseNode, Mapper, PinMemory, Prefetcher
 
 from learner.batches import BatchRefused, PreparedBatch, assemble, decode_batch, judge
 from segue.config import Config
-from segue.ports.scheduler import Batch
+from segue.ports.learner import Batch
 
 
 class BatchSource(BaseNode[Batch]):

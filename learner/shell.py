@@ -33,8 +33,7 @@ from segue.clock import Compute, LogicalCompute, ThreadCompute, now
 from segue.config import Config
 from segue.errors import RunFailed, WireError
 from segue.metrics import Metrics, StateClock
-from segue.ports.rpc import Done, Peer, PeerLost, PeerTimeout, RemoteError, Rpc, Service, ask
-from segue.ports.scheduler import (
+from segue.ports.learner import (
     COMMITTED,
     PUBLISH,
     SEND_WEIGHTS,
@@ -44,8 +43,9 @@ from segue.ports.scheduler import (
     Publish,
     SendWeights,
     TrainedReport,
-    Transfer,
 )
+from segue.ports.rpc import Done, Peer, PeerLost, PeerTimeout, RemoteError, Rpc, Service, ask
+from segue.ports.transfer import Transfer
 from segue.ports.weights import FurtherSource, WeightSender, WeightSource
 from segue.wire import Message
 

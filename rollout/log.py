@@ -19,7 +19,7 @@ from segue.episode import ActionRecord, DeltaBody, EpisodeSnapshot, Outcome, Tur
 from segue.errors import WireError
 from segue.ports.engine import Chunk
 from segue.ports.envpool import Restore
-from segue.ports.scheduler import Delta, DeltaHead
+from segue.ports.rollout import Delta, DeltaHead
 from segue.trajectory import Author, TokenLog, concat, context, sampled
 
 

@@ -35,7 +35,7 @@ from segue.errors import UserError
 from segue.metrics import ActivityClock, Counter, Histogram, Metrics
 from segue.ports.engine import Chunk, Engine, EngineDead, FinishReason, GenerateRequest
 from segue.ports.envpool import RESET_STEP, Create, Created, Observation, Resume, Step, observation_digest
-from segue.ports.scheduler import Fail, Finish, Lease, NodeEvent, Parked, Paused, Resumed, SliceUsed
+from segue.ports.rollout import Fail, Finish, Lease, NodeEvent, Parked, Paused, Resumed, SliceUsed
 from segue.trajectory import Author, context
 
 PIECE_TOKENS = 2048

@@ -28,11 +28,10 @@ from rollout.update import Updater
 from segue.clock import now
 from segue.config import Config
 from segue.metrics import ActivityClock, Metrics, StateClock
+from segue.ports.driver import NODE_STATUS, GetStatus, Status
 from segue.ports.engine import Engine, EngineDead
 from segue.ports.envpool import ENV_DELIVER, EnvDeliver
-from segue.ports.rpc import Done, Peer, Service
-from segue.ports.scheduler import (
-    NODE_STATUS,
+from segue.ports.rollout import (
     ORDERS,
     AbandonUpdate,
     BeginUpdate,
@@ -40,7 +39,6 @@ from segue.ports.scheduler import (
     Drop,
     Extend,
     Fail,
-    GetStatus,
     Lease,
     NodeEvent,
     NodeInfo,
@@ -48,9 +46,9 @@ from segue.ports.scheduler import (
     Orders,
     OrdersSeen,
     ParkOrder,
-    Status,
     Stop,
 )
+from segue.ports.rpc import Done, Peer, Service
 
 if TYPE_CHECKING:
     from segue.ports.weights import WeightReceiver

@@ -21,8 +21,7 @@ import msgspec
 from segue.clock import now
 from segue.errors import RunFailed, WireError
 from segue.metrics import Metrics
-from segue.ports.rpc import Peer, PeerError, PeerTimeout, RemoteError, ask
-from segue.ports.scheduler import (
+from segue.ports.rollout import (
     EXCHANGE,
     Delta,
     Exchange,
@@ -37,6 +36,7 @@ from segue.ports.scheduler import (
     Orders,
     Parked,
 )
+from segue.ports.rpc import Peer, PeerError, PeerTimeout, RemoteError, ask
 
 NODE_SHARE = 0.8
 FLUSH_BYTES = 64 << 10

@@ -28,7 +28,8 @@ from rollout.probe import check_gap, largest_gap
 from segue.clock import now
 from segue.metrics import ActivityClock, Metrics, StateClock
 from segue.ports.engine import Engine, EngineDead, PauseMode, StreamingEngine
-from segue.ports.scheduler import AbandonUpdate, BeginUpdate, Loaded, LoadFailed, NodeEvent, Transfer, node_of
+from segue.ports.rollout import AbandonUpdate, BeginUpdate, Loaded, LoadFailed, NodeEvent
+from segue.ports.transfer import Transfer, node_of
 from segue.trajectory import NO_VERSION
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from scheduler.core.commands import BatchPlan
 from scheduler.queue import LogReader, TrajectoryQueue
 from segue import wire
 from segue.clock import Compute
-from segue.ports.scheduler import Batch, BatchReply, GroupPayload, MemberPayload
+from segue.ports.learner import Batch, BatchReply, GroupPayload, MemberPayload
 
 
 class Delivery:

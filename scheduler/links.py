@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from segue.clock import now
+from segue.ports.rollout import ORDERS, ExchangeReply, Lease, Order, Orders
 from segue.ports.rpc import Peer, PeerError, PeerTimeout, RemoteError, ask
-from segue.ports.scheduler import ORDERS, ExchangeReply, Lease, Order, Orders
 
 log = logging.getLogger(__name__)
 

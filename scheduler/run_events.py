@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from segue.ports.scheduler import RunEvent
+from segue.ports.driver import RunEvent
 
 
 class RunEvents:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 
 import torch
 
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from segue.ports.weights import Manifest
 from weightsync.buckets import unpack_one
 from weightsync.crew import Deadline

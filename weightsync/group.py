@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from segue.errors import UserError
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from weightsync.crew import Deadline
 
 BACKENDS = ("gloo", "nccl")

@@ -16,7 +16,7 @@ import torch
 from segue.clock import Compute, now
 from segue.metrics.registry import Metrics
 from segue.metrics.states import ActivityClock
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 from segue.ports.weights import Manifest, Probe, TransferFailed
 from weightsync.buckets import checksum, share_names
 from weightsync.gauges import Gauges

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from segue.metrics.registry import Metrics
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from weightsync.arriving import Arriving
 from weightsync.crew import Crew
 from weightsync.group import Groups, check_backend

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from segue.metrics.registry import Metrics
 from segue.metrics.states import ActivityClock
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 from segue.ports.weights import Manifest, Probe
 from weightsync.crew import Abandoned, Crew
 from weightsync.gauges import Gauges

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from segue.errors import WireError
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 from weightsync.broadcast import broadcast_share, deadlines
 from weightsync.crew import Deadline
 from weightsync.group import BroadcastGroup, GroupError, Groups, build_group, group_prefix

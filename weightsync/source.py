@@ -21,7 +21,7 @@ import torch
 from segue.errors import WireError
 from segue.metrics.registry import Metrics
 from segue.metrics.states import ActivityClock
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from segue.ports.weights import Manifest, Probe, TransferFailed
 from weightsync.crew import Abandoned, Crew, Deadline
 from weightsync.gauges import Gauges

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from segue.errors import WireError
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from segue.ports.weights import Manifest, TransferFailed
 from weightsync.broadcast import broadcast_share, deadlines
 from weightsync.group import BroadcastGroup, GroupError, Groups, build_group

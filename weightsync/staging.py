@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from segue.errors import WireError
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from segue.ports.weights import Manifest, TransferFailed
 from weightsync.broadcast import IN_FLIGHT, deadlines
 from weightsync.buckets import bucket_bytes, checksum

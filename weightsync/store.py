@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from segue import wire
 from segue.errors import UserError
-from segue.ports.scheduler import SendWeights, Transfer
+from segue.ports.learner import SendWeights
+from segue.ports.transfer import Transfer
 from segue.wire import Message
 from weightsync.crew import Deadline
 from weightsync.messages import Head, Report, Stage, Verdict

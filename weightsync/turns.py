@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 from segue.ports.weights import TransferFailed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Generic, TypeVar
 
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from segue.ports.weights import TransferFailed
 from weightsync.crew import Abandoned
 from weightsync.turns import failure_sentence

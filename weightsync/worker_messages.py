@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from segue import wire
 from segue.errors import WireError
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from segue.ports.weights import Manifest
 from segue.wire import Message
 

@@ -5,7 +5,7 @@ produces     orders to the workers (`worker.py`), and a handle of what they hold
 waits for    the workers to connect, once, and to report: until the transfer's deadline
 unblocked by their reports, the end of a worker, a newer call, cancellation, `close`, or the deadline
 
-Every worker is a member of the transfer (`segue.ports.scheduler.members_of`). Orders and reports do not go through the engine,
+Every worker is a member of the transfer (`segue.ports.transfer.members_of`). Orders and reports do not go through the engine,
 whose calls wait for the step it computes, and hold up the next one.
 """
 
@@ -24,7 +24,7 @@ import msgspec
 
 from segue.metrics.registry import Metrics
 from segue.ports.engine import EngineDead
-from segue.ports.scheduler import Transfer, members_of
+from segue.ports.transfer import Transfer, members_of
 from segue.ports.weights import Manifest, TransferFailed, WorkerWeights
 from weightsync.manifest import Layout
 from weightsync.turns import ReceiverTurns, failure_sentence

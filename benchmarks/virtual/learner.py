@@ -28,8 +28,7 @@ from segue.clock import now
 from segue.config import Config
 from segue.errors import RunFailed
 from segue.metrics import Metrics, StateClock
-from segue.ports.rpc import Done, Peer, PeerTimeout, Rpc, Service, ask
-from segue.ports.scheduler import (
+from segue.ports.learner import (
     COMMITTED,
     PUBLISH,
     SEND_WEIGHTS,
@@ -42,8 +41,9 @@ from segue.ports.scheduler import (
     SendWeights,
     TakeBatch,
     TrainedReport,
-    Transfer,
 )
+from segue.ports.rpc import Done, Peer, PeerTimeout, Rpc, Service, ask
+from segue.ports.transfer import Transfer
 from segue.wire import Message
 
 LONG_POLL_SECONDS = 10.0

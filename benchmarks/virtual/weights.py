@@ -13,7 +13,7 @@ import msgspec
 from benchmarks.virtual.engine import LOGPROB
 from benchmarks.virtual.scenario import WeightsModel
 from segue.clock import now
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 
 _REMEMBERED = 64
 """Ended transfers whose reason is remembered: late members belong to the newest few."""

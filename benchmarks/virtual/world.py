@@ -35,9 +35,9 @@ from segue.metrics import ActivityClock, Metrics, StateClock
 from segue.metrics.samples import Scrape
 from segue.metrics.states import Clock
 from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
+from segue.ports.driver import GET_STATUS, OPEN_TRAINING, STOP_RUN, WATCH_EVENTS, GetStatus, OpenTraining, StopRun, WatchEvents
 from segue.ports.journal import MemoryJournal
 from segue.ports.rpc import Peer, ask
-from segue.ports.scheduler import GET_STATUS, OPEN_TRAINING, STOP_RUN, WATCH_EVENTS, GetStatus, OpenTraining, StopRun, WatchEvents
 
 CALL_SECONDS = 60.0
 SETTLE_SECONDS = 60.0

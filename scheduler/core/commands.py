@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from segue.episode import Task
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 
 
 class Refuse(msgspec.Struct, frozen=True, gc=False):

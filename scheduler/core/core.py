@@ -44,19 +44,8 @@ from scheduler.core.tables import Tables
 from scheduler.core.updates import ROUND, Updates
 from segue.config import Config
 from segue.episode import DropReason, State
-from segue.ports.scheduler import (
-    DeltaHead,
-    Discarded,
-    Fail,
-    Finish,
-    Loaded,
-    LoadFailed,
-    Parked,
-    Paused,
-    Resumed,
-    SliceUsed,
-    TransferResult,
-)
+from segue.ports.rollout import DeltaHead, Discarded, Fail, Finish, Loaded, LoadFailed, Parked, Paused, Resumed, SliceUsed
+from segue.ports.transfer import TransferResult
 
 NODES = "nodes"
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from scheduler.core.meter import Meter
 from segue.episode import DropReason, FailureClass, Purpose, State, Task
-from segue.ports.scheduler import Finish
+from segue.ports.rollout import Finish
 from segue.trajectory import NO_VERSION
 
 if TYPE_CHECKING:

@@ -5,19 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from segue.episode import Task
-from segue.ports.scheduler import (
-    DeltaHead,
-    Discarded,
-    Fail,
-    Finish,
-    Loaded,
-    LoadFailed,
-    Parked,
-    Paused,
-    Resumed,
-    SliceUsed,
-    TransferResult,
-)
+from segue.ports.rollout import DeltaHead, Discarded, Fail, Finish, Loaded, LoadFailed, Parked, Paused, Resumed, SliceUsed
+from segue.ports.transfer import TransferResult
 
 
 class NodeJoined(msgspec.Struct, frozen=True):

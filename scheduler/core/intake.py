@@ -19,7 +19,7 @@ from scheduler.core.parking import Parking
 from scheduler.core.tables import Tables
 from segue.episode import FailureClass, Outcome, Purpose, State
 from segue.metrics.vocabulary import PAUSE_REASONS
-from segue.ports.scheduler import DeltaHead, Discarded, Fail, Finish, Parked, Paused, Resumed, SliceUsed
+from segue.ports.rollout import DeltaHead, Discarded, Fail, Finish, Parked, Paused, Resumed, SliceUsed
 
 LEASED = State.LEASED
 ACCEPTED: tuple[Command, ...] = ()

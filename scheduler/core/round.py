@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.core.nodes import Node
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 
 FIGURES = (
     "updates",

@@ -24,7 +24,8 @@ from scheduler.core.rests import Rests
 from scheduler.core.round import FIGURES, Round
 from scheduler.core.tables import Tables
 from scheduler.errors import CallRefused
-from segue.ports.scheduler import Loaded, LoadFailed, Transfer, TransferResult, members_of, node_of
+from segue.ports.rollout import Loaded, LoadFailed
+from segue.ports.transfer import Transfer, TransferResult, members_of, node_of
 from segue.trajectory import NO_VERSION
 
 ROUND = "round"

@@ -22,8 +22,7 @@ from segue.console import Console
 from segue.errors import RunFailed, UserError
 from segue.files import JsonLines, read_jsonl, write_json
 from segue.metrics.samples import Scrape, difference
-from segue.ports.rpc import Peer, PeerLost, PeerTimeout, RemoteError, Rpc, ask
-from segue.ports.scheduler import (
+from segue.ports.driver import (
     EVAL_STATE,
     GET_STATUS,
     OPEN_TRAINING,
@@ -39,6 +38,7 @@ from segue.ports.scheduler import (
     StopRun,
     WatchEvents,
 )
+from segue.ports.rpc import Peer, PeerLost, PeerTimeout, RemoteError, Rpc, ask
 from segue.report import (
     EpisodeCounts,
     EvalResult,

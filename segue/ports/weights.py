@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 from segue.wire import Message
 
 
@@ -150,7 +150,7 @@ class WeightReceiver(Protocol):
     where the engine's own processes are to receive and are gone.
 
     `open` is for an engine that is paused already: it returns when everybody takes part, before the first bucket comes. `rank` is
-    that of the node's first member; others follow it (`segue.ports.scheduler.members_of`).
+    that of the node's first member; others follow it (`segue.ports.transfer.members_of`).
     """
 
     async def stage(self, transfer: Transfer, rank: int) -> StagedWeights: ...

@@ -32,7 +32,7 @@ from scheduler.shell import SchedulerShell
 from segue.clock import Deadlock, LogicalLoop
 from segue.errors import RunFailed, UserError
 from segue.metrics.vocabulary import PREFILL_CAUSES
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 
 pytestmark = pytest.mark.processes  # whole runs, if in one process
 

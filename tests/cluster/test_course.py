@@ -21,8 +21,8 @@ from segue.config.root import resolve
 from segue.console import Console
 from segue.errors import RunFailed
 from segue.files import JsonLines, read_jsonl
+from segue.ports.driver import OPEN_TRAINING, START_EVAL, WATCH_EVENTS, EventsReply, OpenTraining, RunEvent, WatchEvents
 from segue.ports.rpc import Done, Service
-from segue.ports.scheduler import OPEN_TRAINING, START_EVAL, WATCH_EVENTS, EventsReply, OpenTraining, RunEvent, WatchEvents
 from segue.rundir import RunDir
 
 SECONDS = 30.0

@@ -13,7 +13,7 @@ from segue import wire
 from segue.config import Config
 from segue.config.root import resolve
 from segue.episode import DeltaBody, TurnRecord
-from segue.ports.scheduler import Batch, GroupPayload, MemberPayload
+from segue.ports.learner import Batch, GroupPayload, MemberPayload
 from segue.trajectory import Author, Segment, TokenLog, concat, context, sampled
 
 

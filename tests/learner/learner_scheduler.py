@@ -15,10 +15,9 @@ from segue.clock import Compute, LogicalCompute, LogicalLoop
 from segue.config import Config
 from segue.metrics import Metrics, StateClock
 from segue.metrics.vocabulary import STATES
-from segue.ports.rpc import Done, Peer, PeerTimeout, Service, ask
-from segue.ports.scheduler import (
+from segue.ports.driver import GET_STATUS, GetStatus, Status
+from segue.ports.learner import (
     COMMITTED,
-    GET_STATUS,
     PUBLISH,
     SEND_WEIGHTS,
     TAKE_BATCH,
@@ -27,17 +26,15 @@ from segue.ports.scheduler import (
     Batch,
     BatchReply,
     Committed,
-    GetStatus,
     Publish,
     PublishReply,
     SendWeights,
-    Status,
     TakeBatch,
     TrainedReply,
     TrainedReport,
-    Transfer,
-    TransferResult,
 )
+from segue.ports.rpc import Done, Peer, PeerTimeout, Service, ask
+from segue.ports.transfer import Transfer, TransferResult
 from segue.ports.weights import Manifest, Probe
 
 T = TypeVar("T")

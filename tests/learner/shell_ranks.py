@@ -19,7 +19,7 @@ from learner.shell import LearnerShell
 from segue.errors import RunFailed
 from segue.metrics import Metrics, StateClock
 from segue.metrics.vocabulary import STATES
-from segue.ports.scheduler import Batch
+from segue.ports.learner import Batch
 
 
 def check_probes(sender: Kept, folder: str) -> None:

@@ -14,7 +14,7 @@ from learner_data import batch_of, learner_config, member_payload, prepare_batch
 from learner.batches import BatchRefused, PreparedBatch, decode_batch, judge
 from segue import wire
 from segue.episode import DeltaBody
-from segue.ports.scheduler import Batch, GroupPayload
+from segue.ports.learner import Batch, GroupPayload
 from segue.trajectory import Author, TokenLog, concat, context, sampled
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from learner.model import wrap_model
 from learner.probe import draw_probe, score_probe, vocabulary_of
 from segue.errors import UserError
-from segue.ports.scheduler import Batch
+from segue.ports.learner import Batch
 from segue.ports.weights import Probe
 
 

@@ -17,8 +17,8 @@ from learner.checkpoints import model_folder, open_checkpoint
 from learner.feed import produced
 from segue.clock import ThreadCompute
 from segue.errors import RunFailed, UserError
+from segue.ports.learner import Batch, TrainedReport
 from segue.ports.rpc import PeerLost
-from segue.ports.scheduler import Batch, TrainedReport
 from segue.rundir import RunDir
 
 

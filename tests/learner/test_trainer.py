@@ -17,7 +17,7 @@ from learner.model import POLICY, PackedModel
 from learner.schedule import learning_rate
 from learner.trainer import NotFinite, StepStats, Trainer
 from segue.config import Config
-from segue.ports.scheduler import Batch
+from segue.ports.learner import Batch
 from segue.trajectory import Author, TokenLog, concat, context, sampled
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from segue.ports.engine import Admission, Chunk, EngineCounts, EngineDead, FinishReason, GenerateRequest, PauseMode
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from segue.trajectory import NO_VERSION
 
 Policy = Callable[[GenerateRequest, int], int]

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from segue import wire
 from segue.clock import now
 from segue.episode import DeltaBody, EpisodeSnapshot, Task, log_checksum
-from segue.ports.rpc import Peer, PeerTimeout, Service, ask
-from segue.ports.scheduler import (
+from segue.ports.rollout import (
     EXCHANGE,
     ORDERS,
     Delta,
@@ -28,6 +27,7 @@ from segue.ports.scheduler import (
     Parked,
     Sampling,
 )
+from segue.ports.rpc import Peer, PeerTimeout, Service, ask
 from segue.trajectory import TokenLog, concat
 
 

@@ -20,8 +20,9 @@ from segue.config import Config
 from segue.config.root import resolve
 from segue.metrics import ActivityClock, Metrics, StateClock
 from segue.metrics.vocabulary import ROLLOUT_PRECEDENCE, STATES
+from segue.ports.rollout import BeginUpdate, Loaded, LoadFailed
 from segue.ports.rpc import PeerLost, PeerTimeout
-from segue.ports.scheduler import BeginUpdate, Loaded, LoadFailed, Transfer
+from segue.ports.transfer import Transfer
 
 T = TypeVar("T")
 

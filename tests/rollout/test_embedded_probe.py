@@ -23,7 +23,8 @@ from rollout.probe import largest_gap
 from segue.clock import LogicalCompute
 from segue.episode import Task
 from segue.ports.engine import EngineDead
-from segue.ports.scheduler import Loaded, LoadFailed, Transfer
+from segue.ports.rollout import Loaded, LoadFailed
+from segue.ports.transfer import Transfer
 from segue.ports.weights import StagedWeights
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from rollout.log import BadLog, Budget, EpisodeLog, Phase, Piece
 from segue import wire
 from segue.episode import ActionRecord, DeltaBody, EpisodeSnapshot, Outcome, TurnRecord, log_checksum
 from segue.ports.engine import Chunk
-from segue.ports.scheduler import Delta
+from segue.ports.rollout import Delta
 from segue.trajectory import Author, TokenLog, concat, context
 
 BUDGET = Budget(max_turns=4, max_tokens=60, max_turn_tokens=8, closing=1)

@@ -16,7 +16,7 @@ from fake_scheduler import Record
 from node_world import Node, World, config, run, words_policy
 
 from segue.episode import Task
-from segue.ports.scheduler import Drop, ParkOrder, Paused, Resumed
+from segue.ports.rollout import Drop, ParkOrder, Paused, Resumed
 
 EPISODES = 10
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 20))]

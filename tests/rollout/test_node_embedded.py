@@ -17,7 +17,8 @@ from node_world import Node, World, config, run
 from rollout.embedded import EmbeddedEngine
 from segue.clock import LogicalCompute
 from segue.episode import Task
-from segue.ports.scheduler import Drop, Loaded, ParkOrder, Paused, Resumed, Transfer
+from segue.ports.rollout import Drop, Loaded, ParkOrder, Paused, Resumed
+from segue.ports.transfer import Transfer
 from segue.trajectory import Author
 
 torch.set_num_threads(1)

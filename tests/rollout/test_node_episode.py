@@ -16,7 +16,7 @@ from segue.clock import now
 from segue.episode import Outcome, Task
 from segue.ports.engine import GenerateRequest
 from segue.ports.envpool import EnvFailed
-from segue.ports.scheduler import Fail, Finish
+from segue.ports.rollout import Fail, Finish
 from segue.trajectory import Author
 
 

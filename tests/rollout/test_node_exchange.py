@@ -13,7 +13,7 @@ from segue.config import Config
 from segue.episode import Task
 from segue.errors import RunFailed
 from segue.ports.engine import GenerateRequest
-from segue.ports.scheduler import Delta, Finish, Loaded
+from segue.ports.rollout import Delta, Finish, Loaded
 
 TASK = Task("task", "talk", 5, {"turns": 4})
 

@@ -11,10 +11,11 @@ from node_world import World, config, renderer, run, until
 
 from segue.clock import now
 from segue.episode import Task
+from segue.ports.driver import NODE_STATUS, GetStatus
 from segue.ports.engine import EngineDead, GenerateRequest
 from segue.ports.envpool import Resume
+from segue.ports.rollout import ORDERS, Drop, Extend, Finish, Orders, Parked, ParkOrder, SliceUsed, Stop
 from segue.ports.rpc import ask
-from segue.ports.scheduler import NODE_STATUS, ORDERS, Drop, Extend, Finish, GetStatus, Orders, Parked, ParkOrder, SliceUsed, Stop
 
 TASK = Task("task", "talk", 5, {"turns": 3})
 

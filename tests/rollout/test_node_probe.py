@@ -11,7 +11,7 @@ from node_world import World, config, renderer, run
 from segue.config import Config
 from segue.episode import Task
 from segue.ports.engine import EngineDead, GenerateRequest
-from segue.ports.scheduler import Loaded, LoadFailed
+from segue.ports.rollout import Loaded, LoadFailed
 
 MODES = ["recompute", "keep", "turn", "episode"]
 TASK = Task("task", "talk", 5, {"turns": 4})

@@ -13,7 +13,7 @@ from node_world import World, config, run
 
 from segue.episode import Outcome, Task
 from segue.ports.engine import EngineDead, GenerateRequest
-from segue.ports.scheduler import Fail, ParkOrder, Resumed
+from segue.ports.rollout import Fail, ParkOrder, Resumed
 
 TASK = Task("task", "talk", 5, {"turns": 4})
 

@@ -10,7 +10,7 @@ from segue.clock import now
 from segue.config import Config
 from segue.episode import Task
 from segue.ports.engine import EngineDead
-from segue.ports.scheduler import Loaded, LoadFailed
+from segue.ports.rollout import Loaded, LoadFailed
 
 TASK = Task("task", "talk", 5, {"turns": 4})
 

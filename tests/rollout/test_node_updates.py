@@ -15,7 +15,7 @@ from segue.clock import now
 from segue.config import Config
 from segue.episode import Outcome, Task
 from segue.ports.engine import Chunk, EngineDead, GenerateRequest, PauseMode
-from segue.ports.scheduler import AbandonUpdate, Drop, Loaded, LoadFailed, ParkOrder, Paused, Resumed
+from segue.ports.rollout import AbandonUpdate, Drop, Loaded, LoadFailed, ParkOrder, Paused, Resumed
 
 MODES = ["recompute", "keep", "turn", "episode"]
 TASK = Task("task", "talk", 5, {"turns": 4})

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.outbox import EXCHANGE_BYTES, FLUSH_BYTES, OrderInbox, Outbox
-from segue.ports.scheduler import (
+from segue.ports.rollout import (
     Delta,
     DeltaHead,
     Discarded,

@@ -20,7 +20,7 @@ from segue.episode import EpisodeSnapshot, Outcome, Task
 from segue.metrics import Metrics
 from segue.ports.engine import GenerateRequest
 from segue.ports.envpool import Create, EnvDeliver, Step
-from segue.ports.scheduler import Loaded, Paused
+from segue.ports.rollout import Loaded, Paused
 
 TASK = Task("task", "talk", 5, {"turns": 3})
 

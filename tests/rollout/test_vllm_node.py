@@ -18,7 +18,7 @@ from vllm_harness import MAX_TOKENS, SLOTS, Cores, Progress, leave, model_of
 from vllm_weights import SentReceiver
 
 from segue.episode import Task
-from segue.ports.scheduler import Loaded
+from segue.ports.rollout import Loaded
 from segue.ports.weights import Probe
 
 pytestmark = [

@@ -24,7 +24,7 @@ from vllm_weights import SentReceiver
 
 from rollout.vllm.leftovers import shared_memory_of
 from segue.ports.engine import EngineDead, PauseMode
-from segue.ports.scheduler import Transfer, members_of
+from segue.ports.transfer import Transfer, members_of
 from segue.ports.weights import Probe, TransferFailed
 from weightsync.group import BroadcastGroup
 from weightsync.manifest import layout

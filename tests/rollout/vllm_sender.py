@@ -17,7 +17,7 @@ from vllm_harness import model_of
 from vllm_weights import make_sender
 
 import weightsync.group
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 
 HALT_AT = 2
 

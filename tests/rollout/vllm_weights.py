@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from segue.metrics import ActivityClock, Metrics
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 from segue.ports.weights import Probe
 from weightsync.gauges import PRECEDENCE
 from weightsync.manifest import Layout, layout

@@ -18,18 +18,8 @@ from segue import wire
 from segue.config import Config
 from segue.config.root import resolve
 from segue.episode import DropReason, State, Task
-from segue.ports.scheduler import (
-    DeltaHead,
-    Discarded,
-    Fail,
-    Finish,
-    Loaded,
-    LoadFailed,
-    Parked,
-    SliceUsed,
-    Transfer,
-    TransferResult,
-)
+from segue.ports.rollout import DeltaHead, Discarded, Fail, Finish, Loaded, LoadFailed, Parked, SliceUsed
+from segue.ports.transfer import Transfer, TransferResult
 
 
 def make_config(**sections: Any) -> Config:

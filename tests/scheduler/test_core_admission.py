@@ -8,7 +8,7 @@ from core_world import World, make_config, task
 from scheduler.core import commands as c
 from scheduler.core import events as e
 from segue.episode import State
-from segue.ports.scheduler import SliceUsed
+from segue.ports.rollout import SliceUsed
 
 
 def opened(nodes: int = 1, places: int = 100, steps: int = 1000, **sections: object) -> World:

@@ -10,7 +10,7 @@ from core_world import ModelLease, ModelNode, World, make_config, task
 from scheduler.core import commands as c
 from scheduler.core import events as e
 from segue.episode import FailureClass, State, Task
-from segue.ports.scheduler import Paused, Resumed
+from segue.ports.rollout import Paused, Resumed
 
 
 def opened(**sections: object) -> tuple[World, ModelNode]:

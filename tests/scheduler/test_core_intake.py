@@ -8,7 +8,7 @@ from core_world import ModelLease, ModelNode, World, make_config
 from scheduler.core import commands as c
 from scheduler.core import events as e
 from segue.episode import State
-from segue.ports.scheduler import DeltaHead, Finish
+from segue.ports.rollout import DeltaHead, Finish
 
 
 @pytest.fixture

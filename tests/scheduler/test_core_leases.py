@@ -9,7 +9,7 @@ from core_world import ModelLease, ModelNode, World, make_config, task
 from scheduler.core import events as e
 from scheduler.core.leases import progress_seconds
 from segue.episode import State
-from segue.ports.scheduler import Discarded, SliceUsed
+from segue.ports.rollout import Discarded, SliceUsed
 
 
 def opened(places: list[int], **sections: object) -> World:

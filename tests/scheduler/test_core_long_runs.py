@@ -8,7 +8,7 @@ from core_world import ModelLease, ModelNode, World, make_config
 from scheduler.core import events as e
 from segue import wire
 from segue.episode import DropReason
-from segue.ports.scheduler import DeltaHead, Paused, Resumed
+from segue.ports.rollout import DeltaHead, Paused, Resumed
 
 
 def one_node(places: int, **sections: object) -> tuple[World, ModelNode]:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler.core import events as e
 from segue.episode import State
-from segue.ports.scheduler import DeltaHead, Discarded, Finish, SliceUsed
+from segue.ports.rollout import DeltaHead, Discarded, Finish, SliceUsed
 
 ANY = st.integers(0, 1 << 30)
 

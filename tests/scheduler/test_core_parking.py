@@ -7,7 +7,7 @@ from core_world import ModelNode, World, make_config, task
 from scheduler.core import commands as c
 from scheduler.core import events as e
 from segue.episode import State
-from segue.ports.scheduler import Parked, SliceUsed
+from segue.ports.rollout import Parked, SliceUsed
 
 
 def young_at_work_old_waiting() -> tuple[World, ModelNode, list[int]]:

@@ -10,7 +10,7 @@ from core_world import ModelLease, ModelNode, World, make_config, task
 from scheduler.core import commands as c
 from scheduler.core import events as e
 from segue.episode import DropReason, State
-from segue.ports.scheduler import Finish, SliceUsed
+from segue.ports.rollout import Finish, SliceUsed
 
 
 def begun(size: int = 2, extra: int = 2, places: int = 0, **sections: Any) -> tuple[World, ModelNode]:

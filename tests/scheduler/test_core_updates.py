@@ -6,7 +6,8 @@ import pytest
 from core_world import World, make_config
 
 from scheduler.core import events as e
-from segue.ports.scheduler import Loaded, TransferResult
+from segue.ports.rollout import Loaded
+from segue.ports.transfer import TransferResult
 
 
 def world_of(nodes: int, **sections: object) -> World:

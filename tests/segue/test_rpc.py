@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from segue import wire
 from segue.errors import UserError, WireError
 from segue.ports.journal import MemoryJournal, Record
+from segue.ports.learner import COMMITTED, PUBLISH, Committed, Publish, PublishReply
 from segue.ports.rpc import Done, Failure, PeerLost, PeerTimeout, RemoteError, Rpc, Service, ask
-from segue.ports.scheduler import COMMITTED, PUBLISH, Committed, Publish, PublishReply
 
 ASK_FAILURE = Rpc("ask_failure", Done, Failure)
 

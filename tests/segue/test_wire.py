@@ -15,8 +15,9 @@ from wire_strategies import DTYPES, message_classes, same, sample, strategy_for
 
 from segue import wire
 from segue.errors import WireError
+from segue.ports.learner import BatchReply, Committed
+from segue.ports.rollout import ExchangeReply, Orders
 from segue.ports.rpc import Done, Failure
-from segue.ports.scheduler import BatchReply, Committed, ExchangeReply, Orders
 from segue.trajectory import Author, Trajectory, context
 
 CLASSES = message_classes()

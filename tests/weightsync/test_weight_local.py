@@ -9,7 +9,7 @@ import torch
 from weightsync_support import GENEROUS, Gauged, assert_weights, transfer_to, weights
 
 from segue.clock import LogicalCompute, LogicalLoop, now
-from segue.ports.scheduler import TransferResult
+from segue.ports.transfer import TransferResult
 from segue.ports.weights import Probe, TransferFailed, WeightReceiver, WeightSender
 from weightsync.local import LocalHub, LocalReceiver, LocalSender
 from weightsync.manifest import layout

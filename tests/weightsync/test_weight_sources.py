@@ -19,7 +19,7 @@ from weightsync_support import (
     transfer_to,
 )
 
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 from segue.ports.weights import FurtherSource
 from weightsync.receiver import TorchReceiver
 from weightsync.sender import TorchSender

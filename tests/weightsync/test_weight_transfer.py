@@ -21,7 +21,7 @@ from weightsync_support import (
 )
 
 from segue.errors import UserError
-from segue.ports.scheduler import TransferResult
+from segue.ports.transfer import TransferResult
 from segue.ports.weights import Probe, TransferFailed, WeightReceiver, WeightSender
 from weightsync import group
 from weightsync.crew import Deadline

@@ -16,7 +16,7 @@ import torch
 from weightsync_support import GENEROUS, Gauged, make_sender, transfer_to, weights
 
 from segue.ports.engine import EngineDead
-from segue.ports.scheduler import Transfer, members_of, node_of
+from segue.ports.transfer import Transfer, members_of, node_of
 from segue.ports.weights import TransferFailed, WorkerWeights
 from weightsync.group import BroadcastGroup
 from weightsync.manifest import Layout, layout

@@ -24,7 +24,7 @@ import torch
 from weightsync_support import make_receiver, make_sender, make_source, publish_share, weights
 
 import weightsync.group
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from segue.ports.weights import TransferFailed
 from weightsync.receiver import TorchReceiver
 from weightsync.sender import TorchSender

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from segue.ports.scheduler import Transfer, TransferResult
+from segue.ports.transfer import Transfer, TransferResult
 from segue.ports.weights import TransferFailed
 from weightsync.receiver import TorchReceiver
 from weightsync.sender import TorchSender

@@ -9,7 +9,7 @@ import torch
 
 from segue.metrics.registry import Metrics
 from segue.metrics.states import ActivityClock
-from segue.ports.scheduler import Transfer
+from segue.ports.transfer import Transfer
 from weightsync.gauges import PRECEDENCE
 from weightsync.manifest import Layout
 from weightsync.receiver import TorchReceiver

@@ -1,4 +1,4 @@
-"""What rollout nodes, the learner and the driver say to the scheduler, and what it says to the nodes.
+"""What rollout nodes say to the scheduler, and what it says to them.
 
 Upwards, a node sends numbered *exchanges*, one at a time; each carries every event since the last one and renews the node's
 leases. An exchange that was lost is sent again unchanged (same number), so that the scheduler answers a repetition with the
@@ -8,12 +8,11 @@ acknowledged. Both sides drop what belongs to another `session` (one life of one
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from segue.episode import EpisodeSnapshot, Task
-from segue.ports.rpc import Done, Rpc
+from segue.ports.rpc import Rpc
+from segue.ports.transfer import Transfer
 from segue.wire import Message
 
 # --- events: node → scheduler ---------------------------------------------------------------------------------------
@@ -215,32 +214,6 @@ class Extend(msgspec.Struct, frozen=True, tag=True):
     slice_tokens: int
 
 
-def members_of(node: str, ranks: int) -> list[str]:
-    """A node's names in `Transfer.members`, one per engine rank that receives weights: its own if there is one, else NODE/0, …"""
-    return [node] if ranks == 1 else [f"{node}/{rank}" for rank in range(ranks)]
-
-
-def node_of(member: str) -> str:
-    """The node that a member of a transfer belongs to."""
-    return member.partition("/")[0]
-
-
-class Transfer(msgspec.Struct, frozen=True):
-    """One broadcast of one version: who takes part and where they meet.
-
-    The sender has rank 0; `members[i]` has rank i + 1. The process group is keyed by `group`: members that hold the group of
-    that id use it again, otherwise all build it anew, meeting at `address` under the prefix `group`. `transfer` counts attempts.
-    """
-
-    version: int
-    step: int
-    transfer: int
-    group: int
-    members: list[str]
-    address: str
-    deadline_seconds: float
-
-
 class BeginUpdate(msgspec.Struct, frozen=True, tag=True):
     """Take part in `transfer`, then load it the way `inflight` says, then report `Loaded`, all within the deadline.
 
@@ -287,205 +260,5 @@ class OrdersSeen(Message, frozen=True):
     upto: int
 
 
-# --- learner → scheduler --------------------------------------------------------------------------------------------
-
-
-class MemberPayload(msgspec.Struct, frozen=True):
-    """One trajectory of a batch: its accepted delta payloads in order, and how it ended."""
-
-    episode: int
-    member: int
-    outcome: str
-    reward: float
-    deltas: list[bytes]
-    seconds: float
-    info: dict[str, float] = {}
-
-
-class GroupPayload(msgspec.Struct, frozen=True):
-    """One group of a batch. `members` holds those that finished, at least `group.min_valid` of them with an outcome that is not
-    in `learner.mask_outcomes`; `size` is how many were meant to be."""
-
-    group: int
-    task: str
-    size: int
-    temperature: float
-    members: list[MemberPayload]
-
-
-class Batch(Message, frozen=True):
-    """A batch formed for target step `step`. `version_steps` maps every version in it to its step."""
-
-    step: int
-    groups: list[GroupPayload]
-    version_steps: dict[int, int]
-
-
-class TakeBatch(Message, frozen=True):
-    """Ask for the batch of `step`; every learner rank asks for itself and gets the same. Waits at most `wait` seconds."""
-
-    step: int
-    rank: int
-    wait: float
-
-
-class BatchReply(Message, frozen=True):
-    """`batch` is None when none was ready in time (ask again), `stop` tells that there will be none.
-
-    `opened` is False as long as training has not been opened (an evaluation comes first, and has a deadline of its own).
-    """
-
-    batch: Batch | None
-    stop: str = ""
-    opened: bool = True
-
-
-class TrainedReport(Message, frozen=True):
-    """Step `step` is trained: acknowledged after the last optimizer step of its batch. `cut`: a checkpoint follows."""
-
-    step: int
-    stats: dict[str, float]
-    ages: list[int]
-    cut: bool
-
-
-class TrainedReply(Message, frozen=True):
-    """`cut` is the scheduler's state at this acknowledgement, to be stored in the checkpoint as it is."""
-
-    cut: bytes | None
-
-
-class Publish(Message, frozen=True):
-    """Weights of `step` are gathered and ready to send. Their manifest goes to the members with the transfer."""
-
-    step: int
-    address: str
-
-
-class PublishReply(Message, frozen=True):
-    """The id given to these weights."""
-
-    version: int
-
-
-class Committed(Message, frozen=True):
-    """All steps below `step` are inside a complete checkpoint."""
-
-    step: int
-
-
-class TransferResult(Message, frozen=True):
-    """How transfer `transfer` of `version` went on the sender's side. `missing` names members that did not take part."""
-
-    version: int
-    transfer: int
-    ok: bool
-    missing: list[str]
-    reason: str
-    bytes: int
-    gather_seconds: float
-    transfer_seconds: float
-
-
-# --- scheduler → learner --------------------------------------------------------------------------------------------
-
-
-class SendWeights(Message, frozen=True):
-    """Start `transfer` (rank 0 of the learner); the outcome comes back as a `TransferResult` call."""
-
-    transfer: Transfer
-
-
-# --- driver → scheduler ---------------------------------------------------------------------------------------------
-
-
-class OpenTraining(Message, frozen=True):
-    """Open admission for `steps` steps in all."""
-
-    steps: int
-
-
-class StartEval(Message, frozen=True):
-    """Run one episode of each of `tasks` under `name`, at `temperature` (0 = greedy), on the newest loaded weights."""
-
-    name: str
-    tasks: list[Task]
-    temperature: float
-
-
-class EvalState(Message, frozen=True):
-    """How far evaluation `name` has come. `rewards`/`success` have one entry per finished episode."""
-
-    name: str
-
-
-class EvalStateReply(Message, frozen=True):
-    """Counts of one evaluation; `done` once finished + failed = n.
-
-    `example` says why the last one failed, `users` whether by its environment or its task's data: the user's to mend; `raised`
-    whether the user's code raised, so that the env pool's log has a traceback.
-    """
-
-    n: int
-    finished: int
-    failed: int
-    success: list[float]
-    rewards: list[float]
-    done: bool
-    example: str = ""
-    users: bool = False
-    raised: bool = False
-
-
-class WatchEvents(Message, frozen=True):
-    """Run events after number `after`; waits at most `wait` seconds for the first."""
-
-    after: int
-    wait: float
-
-
-class RunEvent(msgspec.Struct, frozen=True):
-    """Something the driver prints or acts on: step, update, eval, warning, fatal. `data` is plain JSON-like."""
-
-    number: int
-    what: str
-    data: dict[str, Any]
-
-
-class EventsReply(Message, frozen=True):
-    """Events in order; empty when none came in time."""
-
-    events: list[RunEvent]
-
-
-class GetStatus(Message, frozen=True):
-    """Ask for the scheduler's counts."""
-
-
-class Status(Message, frozen=True):
-    """The scheduler's counts, plain JSON-like (`scheduler.report`)."""
-
-    data: dict[str, Any]
-
-
-class StopRun(Message, frozen=True):
-    """Close admission, tell the nodes to stop, release every waiter with `reason`."""
-
-    reason: str
-
-
 EXCHANGE = Rpc("exchange", Exchange, ExchangeReply)
 ORDERS = Rpc("orders", Orders, OrdersSeen)
-TAKE_BATCH = Rpc("take_batch", TakeBatch, BatchReply)
-TRAINED = Rpc("trained", TrainedReport, TrainedReply)
-PUBLISH = Rpc("publish", Publish, PublishReply)
-COMMITTED = Rpc("committed", Committed, Done)
-TRANSFER_RESULT = Rpc("transfer_result", TransferResult, Done)
-SEND_WEIGHTS = Rpc("send_weights", SendWeights, Done)
-OPEN_TRAINING = Rpc("open_training", OpenTraining, Done)
-START_EVAL = Rpc("start_eval", StartEval, Done)
-EVAL_STATE = Rpc("eval_state", EvalState, EvalStateReply)
-WATCH_EVENTS = Rpc("watch_events", WatchEvents, EventsReply)
-GET_STATUS = Rpc("get_status", GetStatus, Status)
-NODE_STATUS = Rpc("node_status", GetStatus, Status)
-STOP_RUN = Rpc("stop_run", StopRun, Done)
