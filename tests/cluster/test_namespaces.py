@@ -22,6 +22,7 @@ from segue.files import read_jsonl
 
 FIRST_STEP_SECONDS = 90.0
 CUT_SECONDS = 30.0
+GIVEN_UP_SECONDS = 120.0  # within which Ray gives up a host that it does not hear
 QUICKSTART_SECONDS = 600.0
 PORT = 29411
 APART = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[2]}"
@@ -58,6 +59,12 @@ def launch(hosts: Hosts, folder: Path, *words: str, ranks: tuple[int, ...] = (0,
     return [Launch(hosts.command(rank, *call), folder / f"host-{rank}.txt", shared | {"NODE_RANK": str(rank)}) for rank in ranks]
 
 
+def apart(steps: int) -> list[str]:
+    """Learner, one rollout node and env pool on hosts of their own."""
+    sets = (APART, f"steps={steps}", "rollout.nodes=1", "eval.tasks=0", "staleness.max_age=8")  # a bound that leaves no node idle
+    return ["configs/smoke.toml", *(word for each in sets for word in ("--set", each))]
+
+
 def assert_little_was_lost(read: list[list[float]], cut: float, mended: float) -> None:
     """What the node had sampled and the scheduler did not have when the node's own clock ended its leases, counted by the node.
 
@@ -92,10 +99,8 @@ def test_the_quickstart_learns_across_hosts(hosts: Hosts, tmp_path: Path) -> Non
 
 def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: Hosts, tmp_path: Path) -> None:
     steps = 24
-    sets = (APART, f"steps={steps}", "rollout.nodes=1", "eval.tasks=0", "staleness.max_age=8")  # a bound that leaves no node idle
-    words = ("configs/smoke.toml", *(word for each in sets for word in ("--set", each)))
     with ExitStack() as stack:
-        head, *members = [stack.enter_context(each) for each in launch(hosts, tmp_path, *words)]
+        head, *members = [stack.enter_context(each) for each in launch(hosts, tmp_path, *apart(steps))]
         head.line(r"^step +1/", FIRST_STEP_SECONDS)
         first = time.monotonic() - head.began
         targets = {
@@ -122,5 +127,21 @@ def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: 
     assert [line["step"] for line in lines] == list(range(steps))
     assert first < FIRST_STEP_SECONDS
     assert_little_was_lost([[float(word) for word in line.split()] for line in node.text.splitlines()], cut, mended)
+    assert summary(tmp_path)["steps"] == steps
+    assert all(hosts.pids(host) == [] for host in range(3)), "something is left behind"
+
+
+def test_a_host_that_was_given_up_rejoins_as_a_new_node(hosts: Hosts, tmp_path: Path) -> None:
+    steps = 12
+    with ExitStack() as stack:
+        head, *members = [stack.enter_context(each) for each in launch(hosts, tmp_path, *apart(steps))]
+        head.line(r"^step +2/", FIRST_STEP_SECONDS + 30.0)
+        hosts.cut(1)
+        head.line(r"rollout-0 is gone with host 1 .*; it waits for that host for up to 600 s", GIVEN_UP_SECONDS)
+        hosts.mend(1)
+        head.line(r"(?s)rollout-0 is gone.*rollout-0 died; starting it again on host 1 ", 120.0)
+        assert head.wait(240.0) == 0, head.fail("it failed")
+        assert [member.wait(30.0) for member in members] == [0, 0]
+    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(steps))
     assert summary(tmp_path)["steps"] == steps
     assert all(hosts.pids(host) == [] for host in range(3)), "something is left behind"
