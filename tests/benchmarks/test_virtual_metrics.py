@@ -10,8 +10,8 @@ from segue.metrics.samples import total
 
 pytestmark = pytest.mark.processes  # whole runs, if in one process
 
-WRITES_PER_TURN = {"scheduler": 20, "rollout": 30, "envpool": 30}
-"""At a write's 1.6 µs, 80 of them are 0.13 ms: of the tens of ms of CPU that a turn of the smoke config takes, well below 1 %."""
+WRITES_PER_TURN = {"scheduler": 35, "rollout": 35, "envpool": 12}
+"""At a write's 1.6 µs, 82 of them are 0.13 ms: of the tens of ms of CPU that a turn of the smoke config takes, well below 1 %."""
 
 
 def writes_per_turn(steps: int) -> dict[str, float]:
