@@ -11,8 +11,10 @@ from launch_checkout import Checkout
 
 SCONTROL = """#!/bin/sh
 case "$1 $2" in
-    "show job") printf '%s\\n' "JobId=$3 JobName=launch.sh" "   Command=$JOB_COMMAND --set steps=3" "   TresPerNode=$JOB_TRES" ;;
-    "show hostnames") printf '%s\\n' node7 node9 ;;
+    "show job")
+        printf '%s\\n' "JobId=$3 JobName=launch.sh" "   Command=$JOB_COMMAND --set steps=3" "   TresPerNode=$JOB_TRES"
+        seq 1 "${MORE:-0}" ;;
+    "show hostnames") seq -f node%g 7 2 "${LAST:-9}" ;;
     "show node") printf '%s\\n' "NodeName=$3 Arch=x86_64" "   Gres=$NODE_GRES" "   NodeAddr=$3.cluster NodeHostName=$3" ;;
 esac
 """
@@ -20,7 +22,13 @@ SRUN = """#!/bin/sh
 echo "started $*"
 env | grep -E '^(HEAD_ADDR|HEAD_PORT|NUM_NODES|NODE_RANK|SEGUE_TOKEN)=' | sort
 """
-JOB = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "node[7,9]", "SLURM_JOB_NUM_NODES": "2", "NODE_GRES": "(null)", "JOB_TRES": "cpu:1"}
+JOB = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_JOB_NODELIST": "node[7,9]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "NODE_GRES": "(null)",
+    "JOB_TRES": "cpu:1",
+}
 TASK = {"SLURM_JOB_ID": "5", "NUM_NODES": "2", "HEAD_ADDR": "node7.cluster", "HEAD_PORT": "29405", "SEGUE_TOKEN": "words"}
 EACH = "--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --no-kill"
 
@@ -104,3 +112,10 @@ def test_a_dry_run_in_an_allocation_prints_the_task_and_its_hosts_and_starts_non
         "join --address node7.cluster --port 29405 --seconds 600 --forgiving --rank 1"
     )
     assert plan.startswith("ran -m segue.cli train my.toml --dry-run --hosts 2 ")
+
+
+def test_of_a_job_of_many_nodes_the_first_is_found_and_what_it_asked_for(checkout: Checkout) -> None:
+    """More is said than a pipe holds: nobody may close it before all is read."""
+    many = {"LAST": "60001", "MORE": "60000", "NODE_GRES": "gpu:8", "JOB_TRES": "gres/gpu:8"}
+    code, out, err = checkout.launch("my.toml", **(JOB | many))
+    assert (code, err) == (0, "") and "HEAD_ADDR=node7.cluster\n" in out
