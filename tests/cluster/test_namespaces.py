@@ -167,7 +167,9 @@ def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: 
         left = [hosts.pids(host) for host in range(3)]
         assert left == [[], [neighbour.process.pid], []], "what was started is gone, and nothing else"
     logs = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
-    assert logs >= {f"{name}.log" for name in ("driver-0", "scheduler-0", "learner-0", "rollout-0", "envpool-0", "host-1", "host-2")}
+    assert logs >= {
+        f"{name}.log" for name in ("driver-0", "scheduler-0", "learner-0", "rollout-0", "envpool-0", "host-1", "host-2")
+    }
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(steps))
     assert first < FIRST_STEP_SECONDS
@@ -210,8 +212,8 @@ def test_a_host_that_comes_late_gets_a_node_and_a_pool_and_leaves_again_while_th
     hosts: Hosts, tmp_path: Path
 ) -> None:
     sets = ("cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[0]}", "steps=100000", "eval.tasks=0")
-    sets += ("rollout.nodes=1", "rollout.max_nodes=2", "envpool.max_pools=2", "staleness.max_age=8", "checkpoint.every=1000")
-    words = ["configs/smoke.toml", *(word for each in sets for word in ("--set", each))]
+    more = ("rollout.nodes=1", "rollout.max_nodes=2", "envpool.max_pools=2", "staleness.max_age=8", "checkpoint.every=1000")
+    words = ["configs/smoke.toml", *(word for each in (*sets, *more) for word in ("--set", each))]
     with ExitStack() as stack:
 
         def start(*ranks: int) -> list[Launch]:

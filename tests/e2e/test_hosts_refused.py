@@ -1,4 +1,4 @@
-"""Runs on several hosts that must not begin, as whole commands on this machine: one sentence on each host, and nothing is left."""
+"""Runs on several hosts that must not begin, as whole commands on this machine: a sentence on each host, and nothing is left."""
 
 from __future__ import annotations
 
@@ -89,11 +89,15 @@ def test_storage_that_is_not_shared_is_said_and_the_run_taken_back(smoke: Path, 
     runs.mkdir()
     apart = another_disk(runs)
     for _ in range(2):  # the name is free again
-        with Command(*head(smoke, runs / "run", port, 2), env=TOKEN) as first, Command(
-            *member(port, 1), env=TOKEN, preexec=apart
-        ) as other:
+        with (
+            Command(*head(smoke, runs / "run", port, 2), env=TOKEN) as first,
+            Command(*member(port, 1), env=TOKEN, preexec=apart) as other,
+        ):
             assert first.wait() == 2, first.tails()
-            assert f" does not see {runs}/run/.seen-by-all-" in first.sentence() and "on storage that all hosts share" in first.sentence()
+            assert (
+                f" does not see {runs}/run/.seen-by-all-" in first.sentence()
+                and "on storage that all hosts share" in first.sentence()
+            )
             assert first.sentence().startswith("Host 1 (")
             assert other.wait() == 0, other.tails()
             assert "Segue: the run has ended with exit code 2." in other.out

@@ -1,4 +1,4 @@
-"""launch.sh under SLURM, whose commands are stand-ins: what it asks of them, and what it says. tests/cluster has the real ones."""
+"""launch.sh under SLURM, whose commands are stand-ins: what it asks of them, and says. tests/cluster has the real ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_job_that_asked_for_no_gpus_on_nodes_with_some_is_one_sentence(tmp_pat
 
 @pytest.mark.parametrize("more", [{"JOB_TRES": "gres:gpu:8"}, {"JOB_TRES": "gres/gpu=8"}, {"SEGUE_DEVICE": "cpu"}])
 def test_a_job_that_asked_for_them_or_wants_none_starts_a_task_per_node(checkout: Checkout, more: dict[str, str]) -> None:
-    code, out, err = checkout.launch("my.toml", "--set", "steps=3", NODE_GRES="gpu:8", NODE_RANK="", **(JOB | more))
+    code, out, err = checkout.launch("my.toml", "--set", "steps=3", **(JOB | {"NODE_GRES": "gpu:8", "NODE_RANK": ""} | more))
     assert (code, err) == (0, "")
     started, *environment = out.splitlines()[-5:]
     assert started == f"started --nodes=2 --ntasks=2 {EACH} {checkout.path}/launch.sh my.toml --set steps=3"
