@@ -210,7 +210,8 @@ under_slurm() {
     SEGUE_TOKEN=${SEGUE_TOKEN:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
     local tasks=(srun --nodes="$NUM_NODES" --ntasks="$NUM_NODES" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --no-kill "$script" "$@")
     if [ -n "$dry" ]; then
-        echo "${tasks[*]}"
+        local shown="${tasks[*]}"
+        echo "${shown/ --dry-run/}"
         echo "  with HEAD_ADDR=$HEAD_ADDR HEAD_PORT=$HEAD_PORT NUM_NODES=$NUM_NODES SEGUE_TOKEN=..., NODE_RANK of each from SLURM_NODEID"
         NODE_RANK=0 rank=0 hosts=$NUM_NODES port=$HEAD_PORT
         return

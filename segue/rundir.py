@@ -6,6 +6,7 @@ metrics.jsonl           one line per learner step
 evals.json              the evaluations so far, by name
 summary.json            at the end
 report.html             what `segue report --html` made of it
+hosts.json              on several hosts: which, and who runs where
 metrics/targets/*.json  where each process serves its metrics (Prometheus file_sd)
 journal/  queue/  checkpoints/step_N/  trajectories/  logs/<role>-<rank>[.<attempt>[-<start>]].log
 """
@@ -27,7 +28,7 @@ from segue.errors import RunFailed, UserError
 from segue.files import JsonLines, disk_errors, read_jsonl, write_atomic
 
 CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
-EVALS, PAGE = "evals.json", "report.html"
+EVALS, PAGE, HOSTS = "evals.json", "report.html", "hosts.json"
 STACKS = "profile"
 CHECKPOINT_COMPLETE, SCHEDULER_CUT = "COMPLETE", "scheduler.cut"
 _FOLDERS = ("metrics/targets", "journal", "queue", "checkpoints", "logs", "trajectories")
@@ -106,7 +107,7 @@ class RunDir:
         """Remove all that a run leaves behind; what is not ours stays."""
         for folder in {name.partition("/")[0] for name in (*_FOLDERS, STACKS)}:
             shutil.rmtree(self.path / folder, ignore_errors=True)
-        for name in (CONFIG, METRICS, SUMMARY, ATTEMPTS, EVALS, PAGE):
+        for name in (CONFIG, METRICS, SUMMARY, ATTEMPTS, EVALS, PAGE, HOSTS):
             (self.path / name).unlink(missing_ok=True)
         for pattern in ("config.attempt-*.toml", "summary.attempt-*.json"):
             for path in self.path.glob(pattern):

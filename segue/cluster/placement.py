@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from segue.cluster.hosts.messages import HostFacts
 from segue.cluster.hosts.plan import Plan
 from segue.cluster.ray_nodes import Addressed, Nodes, Numbered
 from segue.config import Config
+from segue.config.cluster import Role
 from segue.errors import RunFailed
 
 _A_LITTLE = 0.001
@@ -39,6 +41,10 @@ class Placement:
         self._hosts = {host.rank: host for host in plan.hosts}
         self._seats = {seat.name: seat for seat in plan.seats}
         self._groups: dict[str, Any] = {}
+        self._used = Counter(seat.role for seat in plan.seats)
+        """Numbers that processes of a role have had: they begin at 0, and none is given twice."""
+        self._forgone: set[int] = set()
+        """Hosts without which roles were given up."""
         # Ray's name of each host's node before any role started: one that comes back has another.
         self._first: dict[int, str] = {}
         self._nodes: Nodes = Addressed(plan.hosts) if plan.ray else Numbered()
@@ -104,11 +110,20 @@ class Placement:
         moved = elsewhere(seat, self._config, there, (other for other in self._seats.values() if other.name != seat.name))
         if moved is None:
             return False
-        if group := self._groups.pop(seat.name, None):
-            remove_placement_group(group)
+        self._vacate(seat)
         self._seats[seat.name] = moved
         log.info("%s moves from host %d to host %d", seat.name, seat.host, moved.host)
         return True
+
+    def _vacate(self, seat: Seat) -> None:
+        if group := self._groups.pop(seat.name, None):
+            remove_placement_group(group)
+
+    def give_up(self, name: str) -> None:
+        """A role stays away. Should its host come back, that is as good as one that comes late."""
+        seat = self._seats.pop(name)
+        self._vacate(seat)
+        self._forgone.add(seat.host)
 
     def there(self, name: str) -> bool:
         """Whether Ray believes that the role's host is there."""
@@ -134,20 +149,27 @@ class Placement:
         return node is not None and node["NodeID"] == self._first.get(rank, node["NodeID"])
 
     def newcomers(self) -> list[str]:
-        """Names of rollout nodes for hosts that came late, as far as `rollout.max_nodes` allows; they have seats now."""
+        """Names of roles for hosts that came late, which have seats now: a pool on each as far as `envpool.max_pools` allows, and
+        rollout nodes as far as `rollout.max_nodes` and its GPUs do."""
         names: list[str] = []
-        nodes = sum(seat.role == "rollout" for seat in self._seats.values())
         for rank, node in sorted(self._nodes.alive().items()):
-            if rank in self._hosts:
+            if rank in self._hosts and rank not in self._forgone:
                 continue
+            self._forgone.discard(rank)
             gpus = int(node["Resources"].get("GPU", 0))
             address, name = node["NodeManagerAddress"], node["NodeManagerHostname"]
             self._hosts[rank] = HostFacts(rank, name, address, "", "", "", "", "", cores=1, gpus=gpus)
             each = self._config.rollout.gpus
-            room = int(gpus / each + 1e-6) if each else 1
-            for _ in range(min(room, self._config.rollout.most - nodes - len(names))):
-                number = 1 + max(int(name.rpartition("-")[2]) for name in self._seats if name.startswith("rollout-"))
-                name = f"rollout-{number}"
-                self._seats[name] = Seat(name, rank, each)
-                names.append(name)
+            free = gpus - sum(seat.gpus for seat in self._seats.values() if seat.host == rank)
+            room = int(free / each + 1e-6) if each else 1
+            names += self._seat_more("envpool", 1, self._config.envpool.most, rank, 0.0)
+            names += self._seat_more("rollout", room, self._config.rollout.most, rank, each)
+        return names
+
+    def _seat_more(self, role: Role, room: int, most: int, host: int, gpus: float) -> list[str]:
+        """Up to `room` more of a role on a host, and `most` of it in all: their names."""
+        count = min(room, most - sum(seat.role == role for seat in self._seats.values()))
+        names = [f"{role}-{number}" for number in range(self._used[role], self._used[role] + count)]
+        self._used[role] += len(names)
+        self._seats |= {name: Seat(name, host, gpus) for name in names}
         return names

@@ -1,4 +1,4 @@
-"""Role processes that come up while the run goes on: in the place of dead ones, and rollout nodes on hosts that came late.
+"""Role processes that come up while the run goes on: in the place of dead ones, and on hosts that came late.
 
 consumes       deaths that the driver saw (`replace`); hosts that nobody knew of (`welcome`)
 produces       processes that belong to the run: built, connected to all others, watched (`Crew`)
@@ -68,7 +68,7 @@ class Recovery:
             self.tasks.add(asyncio.create_task(self._restart(dead, reason)))
 
     def welcome(self) -> None:
-        """From now on rollout nodes start on hosts that come late, as far as `rollout.max_nodes` allows."""
+        """From now on rollout nodes and pools start on hosts that come late, as far as `Placement.newcomers` finds room."""
         if (placement := self._crew.placement) is not None:
             self.tasks.add(asyncio.create_task(self._welcome(placement)))
 
@@ -123,6 +123,8 @@ class Recovery:
                 dead.name, f"{dead.name} is gone with {where}, no other host has room for it, and it was the last one."
             )
         self._crew.say(f"{dead.name} stays away: {where} is gone, and no other host has room for it.")
+        if placement is not None:
+            placement.give_up(dead.name)
 
     def _start(self, what: str) -> Start:
         return Start(what, self._config.cluster.start_seconds, self._run.logs)
@@ -156,10 +158,11 @@ class Recovery:
             self.tasks.add(asyncio.create_task(work))
 
     async def _take_in(self, name: str, placement: Placement) -> None:
-        """Start a rollout node on a host that came late. The run was whole without it, and goes on so where that fails."""
+        """Start a role on a host that came late. The run was whole without it, and goes on so where that fails."""
         self._crew.say(f"{name} starts on {placement.describe(name)}.")
         self._away.add(name)
-        actor = self._crew.create("rollout", int(name.rpartition("-")[2]))
+        role, _, rank = name.rpartition("-")
+        actor = self._crew.create(role, int(rank))
         try:
             await self._start(f"The start of {name}").within(self._bring_up(actor))
         except (RunFailed, UserError) as failure:

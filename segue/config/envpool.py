@@ -17,6 +17,8 @@ class EnvPoolConfig(Section):
 
     pools: int = Field(1, ge=1)
     """Env pools, one per machine."""
+    max_pools: int = Field(0, ge=0)
+    """Up to how many pools there may be when hosts join a run that is under way, one on each; 0: no more than `pools`."""
     workers: int = Field(4, ge=1)
     """Worker processes per pool."""
     instances: int = Field(32, ge=1)
@@ -35,3 +37,8 @@ class EnvPoolConfig(Section):
     """Larger snapshots are not sent along; the environment is rebuilt by replay."""
     respawns_per_minute: int = Field(60, ge=1)
     """The pool gives up when more workers than this die."""
+
+    @property
+    def most(self) -> int:
+        """Pools there may be at a time."""
+        return max(self.pools, self.max_pools)

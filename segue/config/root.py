@@ -340,6 +340,13 @@ def _check(config: Config, where: str) -> None:
             f"{pool.pools} × {pool.workers} × {pool.instances} = {capacity} instances: "
             "lower rollout.max_episodes or raise envpool.instances."
         )
+    capacity = pool.most * pool.workers * pool.instances
+    if rollout.most * rollout.max_episodes > capacity:
+        refuse(
+            f"lets up to {rollout.most} nodes (rollout.max_nodes) run {rollout.max_episodes} episodes each, but the env pools will "
+            f"hold only {pool.most} × {pool.workers} × {pool.instances} = {capacity} instances: "
+            "raise envpool.max_pools or envpool.instances."
+        )
     if not config.model.path and config.warmstart is None:
         refuse("names no model: set model.path to a Hugging Face folder, or add a [warmstart] table.")
     if config.model.path and config.warmstart is not None:

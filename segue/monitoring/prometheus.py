@@ -6,6 +6,7 @@ from pathlib import PurePath
 from typing import Any
 
 RAY_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
+"""What a Ray with a dashboard writes on its head. One that Segue starts has no dashboard."""
 DCGM_PORT = 9400
 DCGM_COUNTERS = {
     "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE": ("gauge", "Share of cycles in which the tensor cores worked."),

@@ -52,6 +52,15 @@ def test_learner_ranks_stay_together_and_env_pools_keep_off_gpus() -> None:
     assert {where["envpool-0"], where["envpool-1"]} == {2, 3}
 
 
+def test_without_gpus_learner_ranks_spread_over_the_hosts_that_are_named_for_them() -> None:
+    hosts = [host(0), host(1), host(2, cores=16), host(3)]
+    asked = load_config(SMOKE, ["learner.ranks=3", "cluster.hosts={learner=[1,2]}"])
+    where = places(lay_out(asked, hosts))
+    assert [where[f"learner-{rank}"] for rank in range(3)] == [1, 2, 2], "by their cores"
+    where = places(lay_out(load_config(SMOKE, ["learner.ranks=3"]), hosts))
+    assert {where[f"learner-{rank}"] for rank in range(3)} == {0}
+
+
 def test_a_node_sits_whole_on_one_host() -> None:
     with pytest.raises(UserError, match=r"rollout.nodes = 1 with 4 GPU each do not fit on 2 hosts with 6 GPUs"):
         lay_out(config(rollout__gpus=4.0, rollout__nodes=1, learner__gpus=0.0), [host(0, 3), host(1, 3)])
@@ -115,7 +124,11 @@ def test_what_differs_is_said() -> None:
     assert differences([host(0), host(1, vllm="0.31.0")], "embedded") == "", "vLLM is not used"
     said = differences([host(0, vllm="0.32.0"), host(1)], "vllm")
     assert said.startswith("Host 1 (node1) has vllm not at all, and host 0 (node0) 0.32.0: install the same")
-    assert "has Python 3.12.1, and host 0 (node0) 3.11.7" in differences([host(0), host(1, python="3.12.1")], "embedded")
+    others = {"Python": ("python", "3.12.1"), "Segue": ("segue", "0.1.0 (def)"), "torch": ("torch", "2.12.0"), "ray": ("ray", "2.59.0")}
+    for title, (key, version) in others.items():
+        said = differences([host(0), host(1), host(2, **{key: version})], "embedded")
+        ours = getattr(host(0), key).partition("+")[0]
+        assert said.startswith(f"Host 2 (node2) has {title} {version}, and host 0 (node0) {ours}"), said
 
 
 def test_what_keeps_a_host_out_is_said() -> None:

@@ -16,20 +16,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from segue import wire
 from segue.cluster.hosts import channel as channels
 from segue.cluster.hosts import head as heads
 from segue.cluster.hosts.channel import Channel, prove
 from segue.cluster.hosts.facts import facts_here
 from segue.cluster.hosts.head import Head
 from segue.cluster.hosts.member import checked, join, ray_start
-from segue.cluster.hosts.messages import Beat, Check, Checked, End, HeadSays, Hello, HostFacts, Join, MemberSays, Refused
-from segue.cluster.hosts.where import resolve, token_of
+from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, HostFacts, Join, MemberSays, Refused
 from segue.errors import RunFailed, UserError
 
 TOKEN = "the words"
 SECONDS = 20.0
 CHECK = Check({}, "/", (20000, 20999))
+FIT = Checked([], "", 99)
 ORDER = Join("127.0.0.1:6379", {"A": "b"}, 1 << 27, 5.0, "logs")
 
 
@@ -105,6 +104,37 @@ def heard_check(channel: Channel[HeadSays, MemberSays]) -> Check:
     return message
 
 
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (Checked(["/runs/x"], "", 99), r"Host 1 \(.*\) does not see /runs/x as host 0 does: put the run directory"),
+        (Checked([], "Read-only file system", 99), r"Host 1 \(.*\) cannot write / \(Read-only file system\)"),
+        (Checked([], "", 2), r"Host 1 \(.*\) has 2 free ports in cluster.ports = \[20000, 20999\] and needs 3"),
+    ],
+)
+def test_a_host_that_will_not_do_is_said(meeting: Callable[[int], tuple[Head, int]], answer: Checked, sentence: str) -> None:
+    head, port = meeting(3)
+    mine = facts_here(0, "127.0.0.1")
+    answers = {1: answer, 2: FIT}
+    for rank, checked in answers.items():
+        channel = member(port, msgspec.structs.replace(mine, rank=rank))
+        threading.Thread(target=fit, args=(channel, checked), daemon=True).start()
+    head.gather(SECONDS, "embedded")
+    with pytest.raises(UserError, match=sentence):
+        head.check(CHECK, {1: 3, 2: 1})
+
+
+def test_a_host_that_is_silent_when_it_is_asked_is_named(
+    meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, port = meeting(2)
+    member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1))
+    head.gather(SECONDS, "embedded")
+    monkeypatch.setattr(heads, "CHECK_SECONDS", 0.05)
+    with pytest.raises(RunFailed, match=r"Host 1 \(.*\) did not answer within 0.05 s\.$"):
+        head.check(CHECK, {})
+
+
 def test_who_has_not_come_is_named(meeting: Callable[[int], tuple[Head, int]]) -> None:
     head, port = meeting(3)
     member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1))
@@ -130,10 +160,10 @@ def test_a_number_is_given_once(meeting: Callable[[int], tuple[Head, int]], monk
     assert not first.over
 
 
-def fit(channel: Channel[HeadSays, MemberSays]) -> None:
-    """Answer a check: all is well here."""
+def fit(channel: Channel[HeadSays, MemberSays], answer: Checked = FIT) -> None:
+    """Answer a check: all is well here, or so."""
     heard_check(channel)
-    channel.send(MemberSays(Checked([], "", 99)))
+    channel.send(MemberSays(answer))
 
 
 def begun(head: Head, first: Channel[HeadSays, MemberSays]) -> None:
@@ -302,52 +332,6 @@ def test_silence_ends_a_connection(meeting: Callable[[int], tuple[Head, int]], m
     assert channel.why in ("nothing came for 0.05 s", "the connection ended"), "whichever end is the first to give up"
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[Channel[MemberSays, HeadSays], Connection]]:
-    """A head's end of a connection, and the bare other one."""
-    with Listener(("127.0.0.1", 0), "AF_INET") as listener, Client(listener.address, "AF_INET") as bare:
-        channel = Channel(listener.accept(), MemberSays, HeadSays, "test")
-        yield channel, bare
-        channel.close()
-
-
-def test_the_last_word_is_not_lost_to_beats_that_come_after_it(
-    ends: tuple[Channel[MemberSays, HeadSays], Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An end that was closed before them would answer the first with a reset, on which the second fails."""
-    monkeypatch.setattr(channels, "FAREWELL_SECONDS", SECONDS)
-    channel, bare = ends
-    channel.send(HeadSays(End(3)))
-    closing = threading.Thread(target=channel.close)
-    closing.start()
-    assert wire.decode(bare.recv_bytes(), HeadSays).message == End(3)
-    with pytest.raises(EOFError):
-        bare.recv_bytes()
-    for _ in range(3):
-        bare.send_bytes(wire.encode(MemberSays(Beat())))
-    bare.close()
-    closing.join(SECONDS)
-    assert not closing.is_alive()
-
-
-def test_what_arrived_is_heard_though_nothing_can_be_sent_any_more(
-    ends: tuple[Channel[MemberSays, HeadSays], Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel, bare = ends
-
-    def broken(message: bytes) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr(channel._connection, "send_bytes", broken)
-    channel.send(HeadSays(End(3)))
-    assert channel.over
-    last = MemberSays(Checked([], "", 7))
-    for message in (MemberSays(Beat()), last):
-        bare.send_bytes(wire.encode(message))
-    bare.close()
-    assert [channel.inbox.get(timeout=SECONDS) for _ in range(2)] == [last, None]
-
-
 def test_who_hears_the_last_word_takes_leave_at_once(
     meeting: Callable[[int], tuple[Head, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,23 +364,6 @@ def test_rays_command_names_the_host(tmp_path: Path) -> None:
     line = " ".join(command)
     assert "--address 10.0.0.1:6379 --node-ip-address 10.0.0.4" in line
     assert '--num-gpus 2 --resources {"segue_host_3": 1}' in line
-
-
-def test_the_token(tmp_path: Path) -> None:
-    assert token_of({"SEGUE_TOKEN": "mine"}, tmp_path / "token") == "mine"
-    made = token_of({}, tmp_path / "deep" / "token")
-    assert len(made) == 64
-    assert token_of({}, tmp_path / "deep" / "token") == made
-    assert (tmp_path / "deep" / "token").stat().st_mode & 0o777 == 0o600
-    (tmp_path / "empty").write_text("")
-    with pytest.raises(UserError, match="is empty: remove it, or set SEGUE_TOKEN"):
-        token_of({}, tmp_path / "empty")
-
-
-def test_an_unknown_address_is_said() -> None:
-    assert resolve("localhost") in ("127.0.0.1", "::1")
-    with pytest.raises(UserError, match="is no address that is known here"):
-        resolve("no-such-host.invalid")
 
 
 def test_where_there_will_be_no_run_all_who_are_there_or_come_are_told(meeting: Callable[[int], tuple[Head, int]]) -> None:

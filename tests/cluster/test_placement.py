@@ -43,14 +43,15 @@ def node(rank: int, gpus: int = 1, address: str = "") -> dict[str, Any]:
     }
 
 
-def config(patience: float, **rollout: Any) -> Config:
+def config(patience: float, max_pools: int = 0, **rollout: Any) -> Config:
     return resolve(
         {
             "steps": 1,
             "task": {"env": "latency"},
             "model": {"path": "x"},
             "cluster": {"absence_seconds": patience},
-            "rollout": {"gpus": 1} | rollout,
+            "rollout": {"gpus": 1, "max_episodes": 8} | rollout,
+            "envpool": {"max_pools": max_pools},
         },
         "a test",
     )
@@ -175,9 +176,29 @@ async def test_a_death_in_the_start_is_put_down_to_the_host_that_was_lost(
     cluster.stop.assert_called_once()
 
 
-def test_newcomers_get_rollout_nodes_as_far_as_may_be(there: list[Any]) -> None:
-    place = Placement(config(1.0, max_nodes=3), Plan([host(0), host(1)], SEATS, RAY))
+def test_newcomers_get_rollout_nodes_and_a_pool_each_as_far_as_may_be(there: list[Any]) -> None:
+    place = Placement(config(1.0, max_pools=2, max_nodes=3), Plan([host(0), host(1)], SEATS, RAY))
+    there.append([node(0), node(1), node(4, gpus=4), node(5, gpus=4)])
+    assert place.newcomers() == ["envpool-1", "rollout-1", "rollout-2"]
+    assert {place.address_of(name) for name in ("envpool-1", "rollout-1", "rollout-2")} == {"10.0.0.4"}
+    assert place.newcomers() == []
+
+
+def test_without_leave_for_more_newcomers_get_nothing(there: list[Any]) -> None:
+    place = Placement(config(1.0), Plan([host(0), host(1)], SEATS))
     there.append([node(0), node(1), node(4, gpus=4)])
-    assert place.newcomers() == ["rollout-1", "rollout-2"]
-    assert place.address_of("rollout-1") == "10.0.0.4"
+    assert place.newcomers() == []
+
+
+@pytest.mark.parametrize("beside", [[], [Seat("envpool-0", 1)]], ids=["alone", "beside a pool that waits for the host"])
+async def test_a_host_that_comes_back_after_its_node_was_given_up_gets_another(there: list[Any], beside: list[Seat]) -> None:
+    """Its name is not used again: what it left behind is still known under it."""
+    place = Placement(config(0.001, nodes=2), Plan([host(0), host(1)], [Seat("rollout-0", 0, 1.0), Seat("rollout-1", 1, 1.0), *beside]))
+    there.append([node(0)])
+    assert not await place.seat_again("rollout-1")
+    place.give_up("rollout-1")
+    assert place.newcomers() == [], "it has not come back"
+    there[:] = [[node(0), node(1, address="10.9.9.9")]]
+    assert place.newcomers() == ["rollout-2"]
+    assert place.address_of("rollout-2") == "10.9.9.9"
     assert place.newcomers() == []

@@ -87,6 +87,10 @@ class Placement:
     def __init__(self, alive: bool = True, again: bool = True) -> None:
         self.alive, self.again = alive, again
         self.names: list[str] = []
+        self.given_up: list[str] = []
+
+    def give_up(self, name: str) -> None:
+        self.given_up.append(name)
 
     def there(self, name: str) -> bool:
         return self.alive
@@ -217,6 +221,7 @@ async def test_who_has_no_place_left_stays_away_unless_it_is_the_last(config: Co
     again.replace(crew.actors["rollout-0"], "died")  # type: ignore[arg-type]
     await done(again)
     assert crew.made == [] and again.away("rollout-0")
+    assert crew.placement.given_up == ["rollout-0"], "its host is free for others, should it come back"
     assert crew.said == [
         "rollout-0 is gone with host 1 (node1); it waits for that host for up to 600 s.",
         "rollout-0 stays away: host 1 (node1) is gone, and no other host has room for it.",
@@ -227,17 +232,18 @@ async def test_who_has_no_place_left_stays_away_unless_it_is_the_last(config: Co
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_host_that_came_late_gets_a_node_and_costs_nothing_where_that_fails(
-    config: Config, fails: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["rollout-1", "envpool-1"])
+async def test_a_host_that_came_late_gets_a_role_and_costs_nothing_where_that_fails(
+    config: Config, name: str, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recoveries, "NEWCOMERS_SECONDS", 600.0)
     crew = Crew(Handle("scheduler", 0), Handle("rollout", 0))
     crew.placement = Placement()
-    crew.placement.names = ["rollout-1"]
+    crew.placement.names = [name]
 
     def prepare(handle: Handle) -> None:
         if fails:
-            handle.fails["start"] = RunFailed("rollout-1", "There is no GPU here.")
+            handle.fails["start"] = RunFailed(name, "There is no room here.")
 
     crew.prepare = prepare
     late = recovery(config, crew)
@@ -247,11 +253,11 @@ async def test_a_host_that_came_late_gets_a_node_and_costs_nothing_where_that_fa
     assert len(looking) == 1, "it looks on for others"
     late.cancel()
     if fails:
-        assert crew.made[0].killed and "rollout-1" not in crew.actors
-        assert crew.said[-1] == "rollout-1 stays away: There is no GPU here."
+        assert crew.made[0].killed and name not in crew.actors
+        assert crew.said[-1] == f"{name} stays away: There is no room here."
     else:
-        assert crew.actors["rollout-1"] is crew.made[0]
-        assert crew.actors["scheduler-0"].connected == {"rollout-1": crew.made[0]}
+        assert crew.actors[name] is crew.made[0]
+        assert all(crew.actors[other].connected == {name: crew.made[0]} for other in ("scheduler-0", "rollout-0"))
     for end in crew.ends:
         end.cancel()
 

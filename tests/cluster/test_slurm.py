@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +18,9 @@ from segue.files import read_jsonl
 from segue.rundir import RunDir
 
 JOB_SECONDS = 240.0
+QUICKSTART_SECONDS = 600.0
+APART = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[1]}"
+MAP = r"(?m)^  host 0    .* cores: scheduler-0, learner-0$\n^  host 1    .* cores: rollout-0, rollout-1, envpool-0$"
 
 pytestmark = [pytest.mark.processes, pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
@@ -27,28 +31,40 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield cluster
 
 
-def sbatch(slurm: Slurm, folder: Path, *words: str, flags: tuple[str, ...] = ("--nodes=2",)) -> tuple[int, str]:
+def sbatch(
+    slurm: Slurm, folder: Path, *words: str, flags: tuple[str, ...] = ("--nodes=2",), within: float = JOB_SECONDS
+) -> tuple[int, str]:
     """A job to its end: exit code, and all that it printed."""
     out = folder / "job.txt"
     environment = {key: value for key, value in os.environ.items() if key not in SCRUB} | slurm.env
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = ["sbatch", "--wait", *flags, f"--output={out}", "launch.sh", *words]
     try:
-        job = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=JOB_SECONDS)
+        job = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=within)
     except subprocess.TimeoutExpired:
-        pytest.fail(f"{' '.join(command)}: no end within {JOB_SECONDS:g} s\n{out.read_text()[-4000:]}\n{slurm.logs()}")
+        pytest.fail(f"{' '.join(command)}: no end within {within:g} s\n{out.read_text()[-4000:]}\n{slurm.logs()}")
     return job.returncode, job.stderr + (out.read_text() if out.exists() else "")
 
 
-def test_one_call_trains_on_all_nodes_of_the_job(slurm: Slurm, tmp_path: Path) -> None:
-    apart = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[1]}"
+def test_the_quickstart_learns_on_all_nodes_of_a_job(slurm: Slurm, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    code, said = sbatch(slurm, tmp_path, "configs/smoke.toml", "--run", str(run), "--set", apart, "--set", "steps=6")
+    words = ("configs/quickstart.toml", "--run", str(run), "--set", APART)
+    code, said = sbatch(slurm, tmp_path, *words, within=QUICKSTART_SECONDS)
     assert code == 0, said + slurm.logs()
-    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(6))
-    assert json.loads((run / "summary.json").read_text())["steps"] == 6
-    assert "host 1" in said
+    assert re.search(MAP, said), said
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(60))
+    told = json.loads((run / "summary.json").read_text())["eval"]
+    assert told["after"]["success"] > told["before"]["success"] + 0.2, told
     assert (run / "logs" / "host-1.log").exists()
+
+
+def test_one_call_inside_an_allocation_trains_on_all_of_its_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["configs/smoke.toml", "--run", str(run), "--set", APART, "--set", "steps=3", "--set", "eval.tasks=0"]
+    with Launch(["salloc", "--nodes=2", "./launch.sh", *words], tmp_path / "salloc.txt", slurm.env) as call:
+        assert call.wait(JOB_SECONDS) == 0, call.fail("it failed")
+        assert re.search(MAP, call.text), call.text
+    assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == list(range(3))
 
 
 @pytest.mark.parametrize(("nodes", "how"), [(1, ()), (2, ("--signal=TERM",))], ids=["one node", "two nodes"])
@@ -56,9 +72,8 @@ def test_scancel_stops_in_order(slurm: Slurm, tmp_path: Path, nodes: int, how: t
     """SLURM signals every process it knows; a checkpoint is written all the same, and the run can go on."""
     run, out = tmp_path / "run", tmp_path / "job.txt"
     out.touch()
-    apart = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[1]}"
     words = ["configs/smoke.toml", "--run", str(run), "--set", "steps=100000", "--set", "eval.tasks=0"]
-    words += ["--set", "checkpoint.every=1000", *(("--set", apart) if nodes > 1 else ())]
+    words += ["--set", "checkpoint.every=1000", *(("--set", APART) if nodes > 1 else ())]
     command = ["sbatch", "--wait", f"--nodes={nodes}", f"--output={out}", "launch.sh", *words]
     with ExitStack() as stack:
         job = stack.enter_context(Launch(command, tmp_path / "sbatch.txt", slurm.env))

@@ -105,6 +105,9 @@ def test_the_stopped_run_goes_on(interrupted: Command, smoke: Path) -> None:
     assert after[saved]["elapsed_seconds"] > before[-1]["elapsed_seconds"]
     assert summary_of(run)["eval"]["before"] == first_eval
     assert [attempt["resumed_from"] for attempt in attempts(run)] == [None, saved]
+    for name in ("driver-0", "scheduler-0", "rollout-0", "envpool-0", "learner-0"):
+        logs = sorted(path.name for path in (run / "logs").glob(f"{name}*"))
+        assert logs == [f"{name}.2.log", f"{name}.log"], "one of each attempt"
 
 
 def attempts(run: Path) -> list[dict[str, object]]:

@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 from e2e_run import Command, fetch, segue
 
+from benchmarks.metrics_cost import LIMIT, asked_seconds, share, write_seconds
 from segue.metrics.catalogue import CATALOGUE
-from segue.metrics.samples import read_exposition, read_sample
+from segue.metrics.samples import Scrape, read_exposition, read_sample
+from segue.metrics.vocabulary import STATES
 from segue.monitoring.binaries import HOW_TO_GET, find
 from segue.monitoring.boards import DASHBOARDS
 from segue.monitoring.panels import Panel
@@ -59,14 +61,15 @@ PANELS = [pytest.param(panel, id=f"{board.name}/{panel.title}") for board in DAS
 
 @dataclass
 class Seen:
-    """What is there to ask once the run is over: Prometheus' address, the time the run took, every target's text, and what `segue
-    top` showed."""
+    """What is there to ask once the run is over: Prometheus' address, the time the run took, every target's text at its end and
+    samples at its beginning, and what `segue top` showed."""
 
     address: str
     began: float
     ended: float
     texts: dict[str, str]
     top: str
+    first: Scrape
 
     def ask(self, expr: str) -> list[Any]:
         """The series of an expression over the whole run."""
@@ -96,6 +99,7 @@ def seen(smoke: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen
         with Command("monitor", run, "--port", port, "--interval", INTERVAL) as monitoring:
             monitoring.line(r"^Prometheus of run: http://127\.0\.0\.1:")
             began = time.time()
+            first = {name: read_exposition(fetch(address, "/metrics")[2]) for name, address in training.targets().items()}
             training.steps(training.trained() + STEPS)
             texts = {name: fetch(address, "/metrics")[2] for name, address in training.targets().items()}
             ended = time.time()
@@ -103,7 +107,7 @@ def seen(smoke: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen
             assert (top.wait(), top.err) == (0, []), top.tails()
             training.signal(signal.SIGINT)
             assert training.wait() == 130, training.tails()
-            yield Seen(f"127.0.0.1:{port}", began, ended, texts, "\n".join(top.out))
+            yield Seen(f"127.0.0.1:{port}", began, ended, texts, "\n".join(top.out), first)
             monitoring.signal(signal.SIGINT)
             assert monitoring.wait() == 130, monitoring.tails()
             assert monitoring.err == ["Interrupted."]
@@ -165,3 +169,14 @@ def test_states_sum_to_elapsed_time_in_every_scrape(seen: Seen) -> None:
     assert len(found) == len(seen.texts)
     for series in found:
         assert [float(value) for _, value in series["values"]] == pytest.approx([1.0] * len(series["values"]), rel=0.01), series
+
+
+def test_what_processes_write_and_tell_costs_under_a_hundredth_of_their_cpu_seconds(seen: Seen) -> None:
+    """Counted in the run, times what one costs. Scrapes, whose share depends on how much of the machine the run gets, are in
+    `python -m benchmarks.metrics_cost`."""
+    after = {name: read_exposition(text) for name, text in seen.texts.items()}
+    asked = {role: asked_seconds(role, 20, 3) for role in STATES}
+    roles = share(seen.first, after, seen.ended - seen.began, write_seconds(2000, 3), STEPS, asked)
+    cpu = sum(of["cpu_seconds"] for of in roles.values())
+    spent = sum((of["write_share"] + of["step_share"]) * of["cpu_seconds"] for of in roles.values())
+    assert sum(of["writes"] for of in roles.values()) > 1000 and 0.0 < spent < LIMIT * cpu, roles

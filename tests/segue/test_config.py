@@ -105,6 +105,10 @@ def sentence(*overrides: str) -> str:
             ["rollout.max_episodes=65"],
             ["65 episodes", "1 × 4 × 32 = 128", "lower rollout.max_episodes or raise envpool.instances"],
         ),
+        (
+            ["rollout.max_nodes=3"],
+            ["up to 3 nodes (rollout.max_nodes)", "1 × 4 × 32 = 128", "raise envpool.max_pools or envpool.instances"],
+        ),
         (["model.path=/models/x"], ["both model.path and a [warmstart] table", "leave one out"]),
         (["warmstart.heads=5"], ["warmstart.hidden_size = 192", "warmstart.heads = 5", "change one"]),
         (

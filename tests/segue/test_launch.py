@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -10,46 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = f"""#!/bin/sh
-case "$*" in
-    *"-m pip"*) echo "$*" >>"$CALLS" ;;
-    *"-m venv"*) for last; do :; done; mkdir -p "$last/bin" && cp "$0" "$last/bin/python" ;;
-    *"-m segue.cli"*) echo "ran $* as $SEGUE_COMMAND" ;;
-    -V) echo "Python ${{FAKE_VERSION:-3.11.7}}" ;;
-    *) exec {sys.executable} "$@" ;;
-esac
-"""
-
-
-class Checkout:
-    """A folder with launch.sh, a config, and the only python3 in its PATH."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "segue"
-        (self.path / "bin").mkdir(parents=True)
-        for name in ("launch.sh", "pyproject.toml"):
-            shutil.copy(ROOT / name, self.path / name)
-        (self.path / "my.toml").touch()
-        python = self.path / "bin" / "python3"
-        python.write_text(PYTHON)
-        python.chmod(0o755)
-        self._calls = folder / "calls"
-
-    def launch(self, *arguments: str, **env: str) -> tuple[int, str, str]:
-        variables = {"PATH": f"{self.path / 'bin'}:{os.environ['PATH']}", "CALLS": str(self._calls)} | env
-        done = subprocess.run(
-            ["./launch.sh", *arguments], cwd=self.path, env=variables, capture_output=True, text=True, timeout=60
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    def calls(self) -> str:
-        return self._calls.read_text() if self._calls.exists() else ""
-
-    def installs(self) -> int:
-        return len(self.calls().splitlines())
-
+from launch_checkout import ROOT, Checkout
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
@@ -87,6 +47,27 @@ def test_on_plain_hosts_the_first_trains_and_the_others_join(checkout: Checkout)
     code, out, err = checkout.launch("my.toml", "--set", "steps=3", NODE_RANK="2", NODE_ADDR="10.0.0.9", **hosts)
     assert code == 0, err
     assert "segue.cli join --address 10.0.0.1 --port 29500 --own-address 10.0.0.9 --seconds 600 --rank 2" in out
+
+
+def test_a_dry_run_prints_the_commands_and_installs_and_starts_nothing(checkout: Checkout) -> None:
+    code, out, err = checkout.launch("--dry-run", "my.toml")
+    assert (code, err) == (0, "") and "would install into" in out and "there is no plan to print" in out
+    assert checkout.calls() == "" and not (checkout.path / ".venv").exists()
+    checkout.launch("--install-only")
+    installs = checkout.installs()
+    segue = f"{checkout.path}/.venv/bin/python -m segue.cli"
+    assert checkout.launch("my.toml", "--dry-run", "--set", "steps=3")[1].splitlines() == [
+        f"host 0: {segue} train my.toml --set steps=3",
+        "ran -m segue.cli train my.toml --dry-run --set steps=3 as ./launch.sh",
+    ]
+    hosts = {"NUM_NODES": "3", "HEAD_ADDR": "10.0.0.1", "NODE_RANK": "2", "JOIN_SECONDS": "60"}
+    assert checkout.launch("my.toml", "--dry-run", **hosts)[1].splitlines() == [
+        f"host 0: {segue} train my.toml --hosts 3 --address 10.0.0.1 --port 29400",
+        f"host 1: {segue} join --address 10.0.0.1 --port 29400 --seconds 60 --rank 1",
+        f"host 2: {segue} join --address 10.0.0.1 --port 29400 --seconds 60 --rank 2",
+        "ran -m segue.cli train my.toml --dry-run --hosts 3 --address 10.0.0.1 --port 29400 as ./launch.sh",
+    ]
+    assert checkout.installs() == installs
 
 
 def test_a_second_call_installs_nothing_whatever_python_comes_first(checkout: Checkout) -> None:
@@ -144,8 +125,7 @@ mkdir -p "$3/usr/bin" && touch "$3/usr/bin/promtool" && chmod +x "$3/usr/bin/pro
 
 def test_prometheus_is_unpacked_once_where_the_user_asks_for_it(checkout: Checkout) -> None:
     for name, text in (("apt-get", APT), ("dpkg-deb", DPKG)):
-        (checkout.path / "bin" / name).write_text(text)
-        (checkout.path / "bin" / name).chmod(0o755)
+        checkout.program(name, text)
     path = {"PATH": f"{checkout.path / 'bin'}:/usr/bin:/bin"}  # without one of the machine's own, if possible
     if shutil.which("promtool", path=path["PATH"]):
         pytest.skip("this machine has a Prometheus in /usr/bin")

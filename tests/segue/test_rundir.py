@@ -111,6 +111,11 @@ def test_a_folder_that_is_no_run_is_one_sentence(tmp_path: Path) -> None:
         RunDir.open(tmp_path)
 
 
+def test_every_process_has_a_log_of_its_own_in_every_attempt_and_start(tmp_path: Path) -> None:
+    names = [RunDir(tmp_path).log_of("rollout-0", attempt, start).name for attempt in (1, 2) for start in (1, 2)]
+    assert names == ["rollout-0.log", "rollout-0.1-2.log", "rollout-0.2.log", "rollout-0.2-2.log"]
+
+
 def test_resuming_keeps_config_and_summary_of_the_last_attempt(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "demo", "steps = 1\n")
     assert run.begin_attempt(NOON) == 1

@@ -46,13 +46,18 @@ class _Room:
         return len(self.seats) / max(1, self.host.cores)
 
     def trains(self) -> bool:
-        return any(seat.startswith("learner-") for seat in self.seats)
+        return self.ranks() > 0
+
+    def ranks(self) -> int:
+        """Learner ranks that sit here."""
+        return sum(seat.startswith("learner-") for seat in self.seats)
 
 
 def lay_out(config: Config, hosts: Sequence[HostFacts]) -> list[Seat]:
     """A host for every role process of the config. Raises `UserError` when they do not fit.
 
-    - Learner ranks stay together: as few hosts as can be, those with most GPUs first. Without GPUs they sit on the first host.
+    - Learner ranks stay together: as few hosts as can be, those with most GPUs first. Without GPUs they sit on the first host, or
+      spread over those that `cluster.hosts` names.
     - A rollout node sits whole on one host (its workers talk at every layer): where most GPUs are free, and without GPUs where
       there is least to do, hosts of learner ranks last.
     - Env pools prefer hosts without GPUs, then those with least to do. The scheduler sits beside the driver, on the first host.
@@ -70,6 +75,8 @@ def lay_out(config: Config, hosts: Sequence[HostFacts]) -> list[Seat]:
     for role, gpus in each:
         allowed = config.cluster.hosts.get(role)
         among = [rooms[rank] for rank in (sorted(rooms) if allowed is None else allowed)]
+        if role == "learner" and not gpus and allowed is None:
+            among = among[:1]
         for number in range(_COUNTS[role](config)):
             room = _choose(role, gpus, among)
             if room is None:
@@ -98,8 +105,10 @@ def _choose(role: Role, gpus: float, among: list[_Room]) -> _Room | None:
     fitting = [room for room in among if room.gpus + _SMALL >= gpus]
     if not fitting:
         return None
-    if role in ("scheduler", "learner") and not gpus:
+    if role == "scheduler":
         return fitting[0]
+    if role == "learner" and not gpus:
+        return min(fitting, key=lambda room: room.ranks() / max(1, room.host.cores))
     if role == "learner":  # fill a host that has a rank already before opening another
         return max(fitting, key=lambda room: (room.trains(), room.gpus, -room.host.rank))
     if role == "rollout" and gpus:

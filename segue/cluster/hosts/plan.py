@@ -11,9 +11,7 @@ import msgspec
 from segue.cluster.hosts.layout import Seat
 from segue.cluster.hosts.messages import HostFacts
 from segue.files import write_json
-from segue.rundir import RunDir
-
-FILE = "hosts.json"
+from segue.rundir import HOSTS, RunDir
 
 
 class Plan(NamedTuple):
@@ -27,16 +25,16 @@ class Plan(NamedTuple):
 def note_hosts(run: RunDir, hosts: Sequence[HostFacts], seats: Sequence[Seat], ray: str = "") -> None:
     """Write the plan; without hosts the file of an earlier attempt goes."""
     if not hosts:
-        (run.path / FILE).unlink(missing_ok=True)
+        (run.path / HOSTS).unlink(missing_ok=True)
         return
     placed = [{"name": seat.name, "host": seat.host, "gpus": seat.gpus} for seat in seats]
-    write_json(run.path / FILE, {"ray": ray, "hosts": msgspec.to_builtins(list(hosts)), "seats": placed})
+    write_json(run.path / HOSTS, {"ray": ray, "hosts": msgspec.to_builtins(list(hosts)), "seats": placed})
 
 
 def read_hosts(run: RunDir) -> Plan | None:
     """What `note_hosts` left; None for a run on one machine."""
-    if not (run.path / FILE).is_file():
+    if not (run.path / HOSTS).is_file():
         return None
-    told = json.loads((run.path / FILE).read_text(encoding="utf-8"))
+    told = json.loads((run.path / HOSTS).read_text(encoding="utf-8"))
     hosts = msgspec.convert(told["hosts"], list[HostFacts])
     return Plan(hosts, [Seat(**seat) for seat in told["seats"]], told.get("ray", ""))

@@ -63,11 +63,11 @@ def to_be_seen(prepared: Prepared, hosts: Sequence[HostFacts]) -> Iterator[tuple
     try:
         yield check, {rank: ports_needed(names) for rank, names in roles.items()}
     except BaseException:
+        Path(name).unlink(missing_ok=True)
         if not prepared.resume:
             run.discard()
         raise
-    finally:
-        Path(name).unlink(missing_ok=True)
+    Path(name).unlink(missing_ok=True)
 
 
 def check_alone(config: Config, hosts: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import socket
@@ -15,6 +16,8 @@ from segue.errors import UserError
 
 PORT = 29400
 TOKEN_FILE = Path("~/.segue/token")
+ELSEWHERE = "192.0.2.1"
+"""An address that nobody has (RFC 5737): packets to it would take the route to other networks."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +31,34 @@ class Where:
 
 
 def resolve(address: str) -> str:
-    """A name or an address as an address. Raises `UserError`."""
+    """HEAD_ADDR, a name or an address, as the address at which this first host is reached. Raises `UserError`.
+
+    A host may know its own name as a loopback address (Debian writes 127.0.1.1 into /etc/hosts), which is another machine's own to
+    everybody else. Then it is the address that its packets to other networks leave from.
+    """
     try:
-        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        found = [str(each[4][0]) for each in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
     except OSError as error:
         raise UserError(
             f"HEAD_ADDR = {address!r} is no address that is known here ({error.strerror or error}): correct it."
         ) from None
+    if address in (*found, "localhost"):  # meant as it is: all hosts are on this machine
+        return found[0]
+    if reached := [each for each in found if not ipaddress.ip_address(each).is_loopback]:
+        return reached[0]
+    try:
+        return _outward()
+    except OSError:
+        raise UserError(
+            f"HEAD_ADDR = {address!r} is {found[0]} on this host, where no other reaches it: set HEAD_ADDR to an address."
+        ) from None
+
+
+def _outward() -> str:
+    """The address that packets to other networks leave from; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((ELSEWHERE, 9))
+        return str(probe.getsockname()[0])
 
 
 def token_of(environment: Mapping[str, str], file: Path = TOKEN_FILE) -> str:
