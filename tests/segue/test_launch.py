@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from launch_checkout import ROOT, Checkout
 
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
