@@ -24,7 +24,9 @@ set -euo pipefail
 # SLURM runs a copy of this file: what it was called as is known to the job.
 script=${BASH_SOURCE[0]}
 if [ -n "${SLURM_JOB_ID:-}" ] && [ ! -f "$(dirname "$script")/pyproject.toml" ]; then
-    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null | sed -n '/^ *Command=/{s/^ *Command=\([^ ]*\).*/\1/p;q}') || script=""
+    script=$(scontrol show job "$SLURM_JOB_ID" 2>/dev/null) || script=""
+    script=$(sed -n 's/^ *Command=\([^ ]*\).*/\1/p' <<<"$script")
+    script=${script%%$'\n'*}
     { [ -n "$script" ] && [ -f "$(dirname "$script")/pyproject.toml" ]; } || script=${SLURM_SUBMIT_DIR:-.}/launch.sh
 fi
 here=$(cd "$(dirname "$script")" && pwd)
@@ -188,12 +190,14 @@ check_hosts() {
 }
 
 # What SLURM says of the first node of the job; a mistake in what the job asked for is said before anything is installed.
-first="" node=""
+first="" node="" job=""
 check_slurm() {
     command -v srun >/dev/null && command -v scontrol >/dev/null || fail "SLURM_JOB_ID is set and there is no srun here: unset it, or add SLURM's commands to PATH."
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # whole: where `head` has enough, scontrol meets a closed pipe
+    first=${first%%$'\n'*}
     node=$(scontrol show node "$first")
-    if grep -q 'Gres=.*gpu' <<<"$node" && [ -z "${SEGUE_DEVICE:-}" ] && ! scontrol show job "$SLURM_JOB_ID" | grep -q 'gres[/:]gpu'; then
+    job=$(scontrol show job "$SLURM_JOB_ID")
+    if grep -q 'Gres=.*gpu' <<<"$node" && [ -z "${SEGUE_DEVICE:-}" ] && ! grep -q 'gres[/:]gpu' <<<"$job"; then
         fail "job $SLURM_JOB_ID asked for no GPUs, and its nodes have some: add --gpus-per-node=N to sbatch or salloc, or set SEGUE_DEVICE=cpu."
     fi
 }
@@ -204,7 +208,7 @@ under_slurm() {
     nodes=${SLURM_JOB_NUM_NODES:-${SLURM_NNODES:-1}}
     [ "$nodes" -gt 1 ] || [ -z "${SLURMD_NODENAME:-}" ] || return 0  # on the job's only node already
     export HEAD_ADDR NUM_NODES=$nodes HEAD_PORT SEGUE_TOKEN
-    HEAD_ADDR=$(sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p' <<<"$node" | head -n 1)
+    HEAD_ADDR=$(sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p' <<<"$node")
     HEAD_ADDR=${HEAD_ADDR:-$first}
     HEAD_PORT=${HEAD_PORT:-$((29400 + SLURM_JOB_ID % 1000))}
     SEGUE_TOKEN=${SEGUE_TOKEN:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}

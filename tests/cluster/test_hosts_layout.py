@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -124,9 +125,14 @@ def test_what_differs_is_said() -> None:
     assert differences([host(0), host(1, vllm="0.31.0")], "embedded") == "", "vLLM is not used"
     said = differences([host(0, vllm="0.32.0"), host(1)], "vllm")
     assert said.startswith("Host 1 (node1) has vllm not at all, and host 0 (node0) 0.32.0: install the same")
-    others = {"Python": ("python", "3.12.1"), "Segue": ("segue", "0.1.0 (def)"), "torch": ("torch", "2.12.0"), "ray": ("ray", "2.59.0")}
+    others = {
+        "Python": ("python", "3.12.1"),
+        "Segue": ("segue", "0.1.0 (def)"),
+        "torch": ("torch", "2.12.0"),
+        "ray": ("ray", "2.59.0"),
+    }
     for title, (key, version) in others.items():
-        said = differences([host(0), host(1), host(2, **{key: version})], "embedded")
+        said = differences([host(0), host(1), msgspec.structs.replace(host(2), **{key: version})], "embedded")
         ours = getattr(host(0), key).partition("+")[0]
         assert said.startswith(f"Host 2 (node2) has {title} {version}, and host 0 (node0) {ours}"), said
 

@@ -43,7 +43,9 @@ def test_a_host_that_takes_its_own_name_for_loopback_is_reached_where_its_packet
     monkeypatch.setattr(wheres, "ELSEWHERE", "127.0.0.9")  # reached from 127.0.0.1, on every machine
     assert resolve("node1") == "127.0.0.1"
     monkeypatch.setattr(wheres, "_outward", Mock(side_effect=OSError("Network is unreachable")))
-    with pytest.raises(UserError, match=r"HEAD_ADDR = 'node1' is 127.0.1.1 on this host, where no other reaches it: set HEAD_ADDR"):
+    with pytest.raises(
+        UserError, match=r"HEAD_ADDR = 'node1' is 127.0.1.1 on this host, where no other reaches it: set HEAD_ADDR"
+    ):
         resolve("node1")
     known.append("10.0.0.1")
     assert resolve("node1") == "10.0.0.1"

@@ -167,7 +167,9 @@ def test_roles_train_on_hosts_of_their_own_and_a_cut_cable_costs_no_step(hosts: 
         left = [hosts.pids(host) for host in range(3)]
         assert left == [[], [neighbour.process.pid], []], "what was started is gone, and nothing else"
     logs = {path.name for path in (tmp_path / "run" / "logs").iterdir()}
-    assert logs >= {f"{name}.log" for name in ("driver-0", "scheduler-0", "learner-0", "rollout-0", "envpool-0", "host-1", "host-2")}
+    assert logs >= {
+        f"{name}.log" for name in ("driver-0", "scheduler-0", "learner-0", "rollout-0", "envpool-0", "host-1", "host-2")
+    }
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(steps))
     assert first < FIRST_STEP_SECONDS

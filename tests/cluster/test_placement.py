@@ -190,10 +190,11 @@ def test_without_leave_for_more_newcomers_get_nothing(there: list[Any]) -> None:
     assert place.newcomers() == []
 
 
-@pytest.mark.parametrize("beside", [[], [Seat("envpool-0", 1)]], ids=["alone", "beside a pool that waits for the host"])
-async def test_a_host_that_comes_back_after_its_node_was_given_up_gets_another(there: list[Any], beside: list[Seat]) -> None:
-    """Its name is not used again: what it left behind is still known under it."""
-    place = Placement(config(0.001, nodes=2), Plan([host(0), host(1)], [Seat("rollout-0", 0, 1.0), Seat("rollout-1", 1, 1.0), *beside]))
+@pytest.mark.parametrize("pool", [0, 1])
+async def test_a_host_that_comes_back_after_its_node_was_given_up_gets_another(there: list[Any], pool: int) -> None:
+    """Also where a pool waits for that host. The name is not used again: what it left behind is still known under it."""
+    seats = [Seat("rollout-0", 0, 1.0), Seat("rollout-1", 1, 1.0), Seat("envpool-0", pool)]
+    place = Placement(config(0.001, nodes=2), Plan([host(0), host(1)], seats))
     there.append([node(0)])
     assert not await place.seat_again("rollout-1")
     place.give_up("rollout-1")

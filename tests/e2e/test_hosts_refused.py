@@ -1,4 +1,4 @@
-"""Runs on several hosts that must not begin, as whole commands on this machine: one sentence on each host, and nothing is left."""
+"""Runs on several hosts that must not begin, as whole commands on this machine: one sentence on each, and nothing is left."""
 
 from __future__ import annotations
 
@@ -129,7 +129,9 @@ def test_a_host_that_cannot_join_ray_is_named(smoke: Path, tmp_path: Path, port:
         Command(*head(smoke, run, port, 2, *more), env=TOKEN) as first,
     ):
         assert first.wait() == 1, first.tails()
-        assert re.match(r"Host 1 \(.*\) was no node of Ray within cluster\.start_seconds = 30: see .*host-1\.log", first.sentence())
+        assert re.match(
+            r"Host 1 \(.*\) was no node of Ray within cluster\.start_seconds = 30: see .*host-1\.log", first.sentence()
+        )
         first.line(r"^host 1 \(.*\) lost its Ray and joins again: its node process ended with exit code 1")
         assert other.wait() == 0, other.tails()
         assert "Segue: the run has ended with exit code 1." in other.out

@@ -40,9 +40,7 @@ class Checkout:
     def launch(self, *arguments: str, script: str = "./launch.sh", **env: str) -> tuple[int, str, str]:
         """Exit code, stdout and stderr of a call in it."""
         variables = {"PATH": f"{self.path / 'bin'}:{os.environ['PATH']}", "CALLS": str(self._calls)} | env
-        done = subprocess.run(
-            [script, *arguments], cwd=self.path, env=variables, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run([script, *arguments], cwd=self.path, env=variables, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout, done.stderr
 
     def calls(self) -> str:

@@ -1,4 +1,4 @@
-"""launch.sh under SLURM, whose commands are stand-ins: what it asks of them, and what each task does. tests/cluster has the real ones."""
+"""launch.sh under SLURM, whose commands are stand-ins: what it asks of them, what each task does. tests/cluster has real ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from launch_checkout import Checkout
 
 SCONTROL = """#!/bin/sh
 case "$1 $2" in
-    "show job") printf '%s\\n' "JobId=$3 JobName=launch.sh" "   Command=$JOB_COMMAND --set steps=3" "   TresPerNode=$JOB_TRES" ;;
-    "show hostnames") printf '%s\\n' node7 node9 ;;
+    "show job")
+        printf '%s\\n' "JobId=$3 JobName=launch.sh" "   Command=$JOB_COMMAND --set steps=3" "   TresPerNode=$JOB_TRES"
+        seq 1 "${MORE:-0}" ;;
+    "show hostnames") seq -f node%g 7 2 "${LAST:-9}" ;;
     "show node") printf '%s\\n' "NodeName=$3 Arch=x86_64" "   Gres=$NODE_GRES" "   NodeAddr=$3.cluster NodeHostName=$3" ;;
 esac
 """
@@ -24,7 +26,13 @@ node=0
 while [ "$node" -lt "$NUM_NODES" ]; do SLURM_NODEID=$node "$@" || exit; node=$((node + 1)); done
 """
 """Tells what it was asked and given, and runs the tasks, one after another."""
-JOB = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "node[7,9]", "SLURM_JOB_NUM_NODES": "2", "NODE_GRES": "(null)", "JOB_TRES": "cpu:1"}
+JOB = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_JOB_NODELIST": "node[7,9]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "NODE_GRES": "(null)",
+    "JOB_TRES": "cpu:1",
+}
 ON_GPUS = JOB | {"NODE_GRES": "gpu:h100:8(S:0-1)"}
 EACH = "--ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=0 --no-kill"
 
@@ -94,7 +102,11 @@ def test_the_copy_that_slurm_runs_finds_the_checkout(checkout: Checkout, tmp_pat
 
 def test_on_its_only_node_a_job_trains_where_it_is(checkout: Checkout) -> None:
     one = JOB | {"SLURM_JOB_NUM_NODES": "1"}
-    assert checkout.launch("my.toml", SLURMD_NODENAME="node7", **one) == (0, "ran -m segue.cli train my.toml as ./launch.sh\n", "")
+    assert checkout.launch("my.toml", SLURMD_NODENAME="node7", **one) == (
+        0,
+        "ran -m segue.cli train my.toml as ./launch.sh\n",
+        "",
+    )
     code, out, err = checkout.launch("my.toml", **one)
     assert (code, err) == (0, "") and out.startswith("srun --nodes=1 --ntasks=1 "), "salloc leaves its shell elsewhere"
     assert out.endswith(f"ran -m segue.cli train my.toml as {checkout.path}/launch.sh\n")
@@ -122,3 +134,10 @@ def test_a_job_without_slurms_commands_is_one_sentence(tmp_path: Path) -> None:
     code, out, err = bare.launch("my.toml", PATH=str(bare.path / "bin"), **JOB)
     assert (code, out) == (2, "")
     assert err == "launch.sh: SLURM_JOB_ID is set and there is no srun here: unset it, or add SLURM's commands to PATH.\n"
+
+
+def test_of_a_job_of_many_nodes_the_first_is_found_and_what_it_asked_for(checkout: Checkout) -> None:
+    """More is said than a pipe holds: nobody may close it before all is read."""
+    many = {"LAST": "60001", "MORE": "60000", "NODE_GRES": "gpu:8", "JOB_TRES": "gres/gpu:8"}
+    code, out, err = checkout.launch("my.toml", **(JOB | many))
+    assert (code, err) == (0, "") and "HEAD_ADDR=node7.cluster\n" in out
