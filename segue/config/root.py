@@ -343,8 +343,8 @@ def _check(config: Config, where: str) -> None:
     capacity = pool.most * pool.workers * pool.instances
     if rollout.most * rollout.max_episodes > capacity:
         refuse(
-            f"lets up to {rollout.most} nodes (rollout.max_nodes) run {rollout.max_episodes} episodes each, but the env pools will "
-            f"hold only {pool.most} × {pool.workers} × {pool.instances} = {capacity} instances: "
+            f"lets up to {rollout.most} nodes (rollout.max_nodes) run {rollout.max_episodes} episodes each, but the env pools "
+            f"will hold only {pool.most} × {pool.workers} × {pool.instances} = {capacity} instances: "
             "raise envpool.max_pools or envpool.instances."
         )
     if not config.model.path and config.warmstart is None:

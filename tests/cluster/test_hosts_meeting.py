@@ -116,9 +116,9 @@ def test_a_host_that_will_not_do_is_said(meeting: Callable[[int], tuple[Head, in
     head, port = meeting(3)
     mine = facts_here(0, "127.0.0.1")
     answers = {1: answer, 2: FIT}
-    for rank, said in answers.items():
+    for rank, says in answers.items():
         channel = member(port, msgspec.structs.replace(mine, rank=rank))
-        threading.Thread(target=fit, args=(channel, said), daemon=True).start()
+        threading.Thread(target=fit, args=(channel, says), daemon=True).start()
     head.gather(SECONDS, "embedded")
     with pytest.raises(UserError, match=sentence):
         head.check(CHECK, {1: 3, 2: 1})

@@ -211,9 +211,9 @@ def test_learner_ranks_on_two_hosts_train_as_one(hosts: Hosts, tmp_path: Path) -
 def test_a_host_that_comes_late_gets_a_node_and_a_pool_and_leaves_again_while_the_run_goes_on(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    sets = ["cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[0]}", "steps=100000", "eval.tasks=0"]
-    sets += ("rollout.nodes=1", "rollout.max_nodes=2", "envpool.max_pools=2", "staleness.max_age=8", "checkpoint.every=1000")
-    words = ["configs/smoke.toml", *(word for each in sets for word in ("--set", each))]
+    sets = ("cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[0]}", "steps=100000", "eval.tasks=0")
+    more = ("rollout.nodes=1", "rollout.max_nodes=2", "envpool.max_pools=2", "staleness.max_age=8", "checkpoint.every=1000")
+    words = ["configs/smoke.toml", *(word for each in (*sets, *more) for word in ("--set", each))]
     with ExitStack() as stack:
 
         def start(*ranks: int) -> list[Launch]:

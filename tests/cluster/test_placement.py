@@ -185,7 +185,7 @@ def test_newcomers_get_rollout_nodes_and_a_pool_each_as_far_as_may_be(there: lis
 
 
 def test_without_leave_for_more_newcomers_get_nothing(there: list[Any]) -> None:
-    place = Placement(config(1.0), Plan([host(0), host(1)], SEATS))
+    place = Placement(config(1.0, nodes=1), Plan([host(0), host(1)], SEATS))
     there.append([node(0), node(1), node(4, gpus=4)])
     assert place.newcomers() == []
 

@@ -33,8 +33,8 @@ class Where:
 def resolve(address: str) -> str:
     """HEAD_ADDR, a name or an address, as the address at which this first host is reached. Raises `UserError`.
 
-    A host may know its own name as a loopback address (Debian writes 127.0.1.1 into /etc/hosts), which is another machine's own to
-    everybody else. Then it is the address that its packets to other networks leave from.
+    A host may know its own name as a loopback address (127.0.1.1 in Debian's /etc/hosts), which means each other machine to
+    itself. Then it is the address that its packets to other networks leave from.
     """
     try:
         found = [str(each[4][0]) for each in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
