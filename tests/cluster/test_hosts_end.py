@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -117,5 +118,17 @@ def test_how_the_node_process_ended_is_told(joined: Joined) -> None:
 def test_a_run_that_ends_leaves_nothing_on_the_host(joined: Joined) -> None:
     joined.head.close(1)
     assert joined.process.wait(SECONDS) == 0
+    assert [each for each in joined.family if not ended(each)] == []
+    assert not joined.folder.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_host_that_is_told_to_leaves_and_says_so(joined: Joined, number: signal.Signals) -> None:
+    """The first host has no time to stop in order here, for which SIGTERM would wait."""
+    joined.process.send_signal(number)
+    while " leaves: " not in (line := joined.said.get(timeout=SECONDS)):
+        pass
+    assert line.endswith(f" leaves: it was told to ({number.name})")
+    assert joined.process.wait(SECONDS) == 128 + number
     assert [each for each in joined.family if not ended(each)] == []
     assert not joined.folder.exists()

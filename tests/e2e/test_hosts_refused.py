@@ -1,9 +1,11 @@
-"""Runs on several hosts that must not begin, as whole commands on this machine: a sentence on each host, and nothing is left."""
+"""Runs on several hosts that must not begin, as whole commands on this machine: one sentence on each, and nothing is left."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from e2e_run import Command, segue
 
 pytestmark = pytest.mark.processes
 TOKEN = {"SEGUE_TOKEN": "the words"}
+APART = "cluster.hosts={scheduler=[0], learner=[0], rollout=[1], envpool=[1]}"
 _NEW_MOUNTS, _PRIVATE = 0x00020000, 0x4000 | 0x40000
 """CLONE_NEWNS; MS_REC | MS_PRIVATE."""
 
@@ -41,26 +44,28 @@ def test_hosts_that_do_not_come_are_named(smoke: Path, tmp_path: Path, port: int
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
-def test_another_token_is_said_on_both_hosts(smoke: Path, tmp_path: Path, port: int) -> None:
-    with Command(*member(port, 1), env={"SEGUE_TOKEN": "other words"}) as other:  # looks for the first every second
-        first = segue(*head(smoke, tmp_path / "run", port, 2, "--set", "cluster.join_seconds=4"), env=TOKEN)
-        assert first.wait() == 1, first.tails()
-        assert "Host 1 of 2 did not appear" in first.sentence() and "(refused: one with another token)" in first.sentence()
+def test_another_token_is_one_sentence_there(smoke: Path, tmp_path: Path, port: int) -> None:
+    """And the first host waits on: it may be anybody."""
+    with Command(*head(smoke, tmp_path / "run", port, 2), env=TOKEN) as first:
+        other = segue(*member(port, 1), env={"SEGUE_TOKEN": "other words"})
         assert other.wait() == 2, other.tails()
         assert other.sentence() == (
             f"The run at 127.0.0.1:{port} has another token: set SEGUE_TOKEN to the same words on all hosts, or share "
             "~/.segue/token."
         )
+        first.signal(signal.SIGINT)
+        assert (first.wait(), first.err) == (130, ["Interrupted."]), first.tails()
+        first.assert_nothing_left()
     assert not (tmp_path / "run").exists()
 
 
 def test_a_mistake_in_the_config_is_told_to_the_others_too(smoke: Path, tmp_path: Path, port: int) -> None:
-    with Command(*head(smoke, tmp_path / "run", port, 2, "--set", "steps=0"), env=TOKEN) as first:
-        other = segue(*member(port, 1), env=TOKEN)
-        assert other.wait() == 2, other.tails()
-        assert other.sentence() == "Host 0 has refused the run, and says there what is to be corrected."
+    with Command(*member(port, 1), env=TOKEN) as other:
+        first = segue(*head(smoke, tmp_path / "run", port, 2, "--set", "steps=0"), env=TOKEN)
         assert first.wait() == 2, first.tails()
         assert "steps = 0" in first.sentence()
+        assert other.wait() == 2, other.tails()
+        assert other.sentence() == "Host 0 has refused the run, and says there what is to be corrected."
     assert not (tmp_path / "run").exists()
 
 
@@ -84,21 +89,52 @@ def another_disk(path: Path) -> Callable[[], None]:
     return apart
 
 
-def test_storage_that_is_not_shared_is_said_and_the_run_taken_back(smoke: Path, tmp_path: Path, port: int) -> None:
+def test_storage_that_is_not_shared_is_said_after_the_map_and_the_run_taken_back(smoke: Path, tmp_path: Path, port: int) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
     apart = another_disk(runs)
-    for _ in range(2):  # the name is free again
-        with (
-            Command(*head(smoke, runs / "run", port, 2), env=TOKEN) as first,
-            Command(*member(port, 1), env=TOKEN, preexec=apart) as other,
-        ):
-            assert first.wait() == 2, first.tails()
-            assert (
-                f" does not see {runs}/run/.seen-by-all-" in first.sentence()
-                and "on storage that all hosts share" in first.sentence()
-            )
-            assert first.sentence().startswith("Host 1 (")
-            assert other.wait() == 0, other.tails()
-            assert "Segue: the run has ended with exit code 2." in other.out
-        assert list(runs.iterdir()) == []
+    with (
+        Command(*member(port, 1), env=TOKEN, preexec=apart) as other,
+        Command(*head(smoke, runs / "run", port, 2, "--set", APART), env=TOKEN) as first,
+    ):
+        assert first.wait() == 2, first.tails()
+        assert re.match(rf"Host 1 \(.*\) does not see {runs}/run/\.seen-by-all-\w+ as host 0 does: ", first.sentence())
+        assert "on storage that all hosts share" in first.sentence()
+        for number, roles in enumerate(("scheduler-0, learner-0", "rollout-0, rollout-1, envpool-0")):
+            first.line(rf"^  host {number}    \S+ at 127\.0\.0\.1, .*\d cores: {roles}$")
+        assert other.wait() == 0, other.tails()
+        assert "Segue: the run has ended with exit code 2." in other.out
+    assert list(runs.iterdir()) == [], "the name is free again"
+
+
+NO_RAY = """
+import sys
+print("there is no room in /tmp", file=sys.stderr)
+sys.exit(1)
+"""
+"""Takes the place of `ray start` on one host."""
+
+
+@pytest.mark.full
+def test_a_host_that_cannot_join_ray_is_named(smoke: Path, tmp_path: Path, port: int) -> None:
+    scripts = tmp_path / "stand-in" / "ray" / "scripts"
+    scripts.mkdir(parents=True)
+    for folder in (scripts.parent, scripts):
+        (folder / "__init__.py").touch()
+    (scripts / "scripts.py").write_text(NO_RAY)
+    run = tmp_path / "run"
+    more = ("--set", APART, "--set", "cluster.start_seconds=30")
+    with (
+        Command(*member(port, 1), env=TOKEN | {"PYTHONPATH": str(tmp_path / "stand-in")}) as other,
+        Command(*head(smoke, run, port, 2, *more), env=TOKEN) as first,
+    ):
+        assert first.wait() == 1, first.tails()
+        assert re.match(
+            r"Host 1 \(.*\) was no node of Ray within cluster\.start_seconds = 30: see .*host-1\.log", first.sentence()
+        )
+        first.line(r"^host 1 \(.*\) lost its Ray and joins again: its node process ended with exit code 1")
+        assert other.wait() == 0, other.tails()
+        assert "Segue: the run has ended with exit code 1." in other.out
+        for command in (first, other):
+            command.assert_nothing_left()
+    assert "there is no room in /tmp" in (run / "logs" / "host-1.log").read_text()
