@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.sweep import Point, Sweep, run
+from benchmarks.sweep import Sweep, run
+from benchmarks.sweep_figures import Point
 from benchmarks.tails import mean_of, suite_latency
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.scenario import World

@@ -1,6 +1,6 @@
 """Published results played in virtual time: what was published, what is reproduced, and Segue's best policy, side by side.
 
-    python -m benchmarks.paper [--only NAME …] [--out DIR] [--jobs N] [--set KEY=VALUE …]
+    python -m benchmarks.paper [--only NAME …] [--out DIR] [--resume] [--jobs N] [--set KEY=VALUE …]
 
 A row is a scenario file in benchmarks/scenarios/paper/ with its source, what the source leaves open, tolerance, and the arms
 that stand for the published ones. All arms of a row run on the production scheduler with the same lengths and latencies.
@@ -11,28 +11,31 @@ outside its tolerance and its file gives no reason.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import paper_figures, paper_page, plots, result
+from benchmarks.command import INTERRUPTED, Parser
+from benchmarks.jobs import each
 from benchmarks.paper_figures import HEADINGS, NOT_PLAYED, reasons, row_document, table
 from benchmarks.paper_rows import Played, Row, cost, load_row, load_rows, play_arm
-from benchmarks.sweep import claim
+from benchmarks.results_folder import RESULTS, claimed, earlier
+from segue.build import git_sha
 from segue.config import parse_overrides
 from segue.errors import RunFailed, UserError
+from segue.files import disk_errors
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("paper", __doc__)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="rows: files of benchmarks/scenarios/paper/; default: all")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results; default runs/bench-paper-TIME")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="arms played at once, a process each")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that DIR has, and play those that are missing")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -45,39 +48,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(rows: Sequence[Row], jobs: int) -> Iterator[tuple[Row, Played]]:
-    """Every arm of every row, as it comes to its end; the dearest begin first. Raises `RunFailed`."""
+    """Every arm of every row, as it comes to its end; with several jobs the dearest begin first. Raises `RunFailed`."""
     work = [(row, arm) for row in rows for arm in row.paper.arms]
-    if jobs == 1:
-        for row, arm in work:
-            yield row, play_arm(row, arm)
-        return
-    work.sort(key=lambda item: -cost(*item))
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_play, row.path, row.overrides, arm.name): row for row, arm in work}
-        try:
-            for future in as_completed(futures):
-                ended = future.result()
-                if isinstance(ended, _Failed):
-                    raise RunFailed(ended.part, ended.sentence)
-                yield futures[future], ended
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    if jobs > 1:
+        work.sort(key=lambda item: -cost(*item))
+    for place, played in each(_play, [(row.path, row.overrides, arm.name) for row, arm in work], jobs):
+        yield work[place][0], played
 
 
-class _Failed(NamedTuple):
-    """A `RunFailed` on its way out of a process, which it cannot leave as itself: it takes two arguments and keeps one."""
-
-    part: str
-    sentence: str
-
-
-def _play(path: Path, overrides: Mapping[str, Any], arm: str) -> Played | _Failed:
-    """In a process of its own."""
+def _play(path: Path, overrides: Mapping[str, Any], arm: str) -> Played:
     row = load_row(path, overrides)
     try:
         return play_arm(row, row.arm(arm))
     except RunFailed as error:
-        return _Failed(error.part, f"{row.name}, {arm}: {error.sentence}")
+        raise RunFailed(error.part, f"{row.name}, {arm}: {error.sentence}") from error
 
 
 def play(rows: Sequence[Row], jobs: int, done: list[dict[str, Any]]) -> Iterator[str]:
@@ -94,12 +78,18 @@ def play(rows: Sequence[Row], jobs: int, done: list[dict[str, Any]]) -> Iterator
 
 
 def document(
-    args: argparse.Namespace, where: Mapping[str, Any], rows: Sequence[Row], done: Sequence[dict[str, Any]]
+    args: argparse.Namespace,
+    where: Mapping[str, Any],
+    rows: Sequence[Row],
+    done: Sequence[dict[str, Any]],
+    same: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Everything, as results.json has it."""
     told = [*done, *([NOT_PLAYED] if args.only is None else [])]
     told.sort(key=lambda row: str(row["table"]))
+    missing = sorted({row.name for row in rows} - {row["name"] for row in done})
     figures = {"title": "Published results, reproduced", "time": "virtual", "rows": told}
+    figures |= {"missing": missing, "settings": dict(same)}
     seeds = sorted({row.world.config.seed for row in rows})
     return result.document("paper", figures, seeds=seeds, arguments=vars(args), packages=("matplotlib",), where=where)
 
@@ -117,32 +107,52 @@ def text(told: Mapping[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     where = result.machine()
-    done: list[dict[str, Any]] = []
+    out = args.out or Path("runs") / f"bench-paper-{time.strftime('%Y%m%d-%H%M%S')}"
+    told: dict[str, Any] = {}
     try:
         if args.jobs < 1:
             raise UserError(f"--jobs {args.jobs} is too low: give 1 or more.")
+        if args.resume and args.out is None:
+            raise UserError("--resume goes on in a folder: name it with --out.")
         rows = load_rows(args.only, parse_overrides(args.overrides))
         plots.require()
-        out = args.out or Path("runs") / f"bench-paper-{time.strftime('%Y%m%d-%H%M%S')}"
-        claim(out)
-        told: dict[str, Any] = {}
-        for line in play(rows, args.jobs, done):
-            if line:
-                print(line, flush=True)
-            else:
-                told = document(args, where, rows, done)
-                result.write(out / "results.json", told)  # after every row: a long run may be stopped
-        drawn = paper_page.draw(told, out)
-        (out / "index.html").write_text(paper_page.build(told, drawn), encoding="utf-8")
+        with claimed(out, args.resume):
+            same = {"commit": git_sha(), "set": list(args.overrides)}
+            before = earlier(out, "paper", same) or {"rows": []}
+            done = [row for row in before["rows"] if "claims" in row]
+            if done:
+                told = document(args, where, rows, done, same)
+            missing = [row for row in rows if row.name not in {row["name"] for row in done}]
+            for line in play(missing, args.jobs, done):
+                if line:
+                    print(line, flush=True)
+                else:
+                    told = document(args, where, rows, done, same)
+                    _write(told, out)
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
+        _say_what_is_left(told, out)
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
-        print("Interrupted; results.json has the rows that were done.", file=sys.stderr)
-        return 130
+        print("Interrupted.", file=sys.stderr)
+        _say_what_is_left(told, out)
+        return INTERRUPTED
     print(text(told))
-    print(f"{out}/index.html has the table and plots, {out}/results.json everything.")
+    print(f"{out}/index.html has the table and plots, {out}/{RESULTS} everything.")
     return int(paper_figures.unexplained(told["rows"]) and not args.overrides)
+
+
+def _write(told: Mapping[str, Any], out: Path) -> None:
+    """After every row: a long call may be cut short. Raises `RunFailed` where the disk takes no more."""
+    result.write(out / RESULTS, told)
+    with disk_errors(out):
+        drawn = paper_page.draw(told, out)
+        (out / "index.html").write_text(paper_page.build(told, drawn), encoding="utf-8")
+
+
+def _say_what_is_left(told: Mapping[str, Any], out: Path) -> None:
+    if told:
+        print(f"{out} has the rows that were done: the same command with --out {out} --resume goes on.", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ import tomli_w
 from benchmarks import ceilings
 from benchmarks.async_vs_sync import setup as shared_setup
 from benchmarks.async_vs_sync import turn_seconds
-from benchmarks.figures import Efficiency, Window, figures_of
-from benchmarks.sweep import At, Measured, Plan, Point
+from benchmarks.figures import Efficiency, Lines, Window, figures_of, length_bias, mean_length
+from benchmarks.sweep import Plan
+from benchmarks.sweep_figures import At, Measured, Point
+from benchmarks.sweep_table import run_text
 from benchmarks.watched import Watched, train
 from segue.cluster.cores import cores_text
 from segue.config import Config, load_config
@@ -41,6 +43,11 @@ def setup(plan: Plan) -> dict[str, Any]:
     return {**shared_setup(base), "cores": cores_text(base), "steps": base.steps, "redundancy": plan.redundancy}
 
 
+def settings(plan: Plan) -> dict[str, Any]:
+    """What the config and --set say."""
+    return {"config": _config(plan, []).model_dump(mode="json")}
+
+
 def measure_point(plan: Plan, point: Point) -> At:
     """Ceilings and all arms at a point, in turns: each seed once per arm."""
     base = _config(plan, [])
@@ -51,17 +58,31 @@ def measure_point(plan: Plan, point: Point) -> At:
     for seed in plan.seeds:
         if plan.ceilings:
             found.append(_ceilings(plan, [*settings, f"seed={seed}"]))
+        trained: dict[str, tuple[Lines, Window]] = {}
         for arm in plan.arms:
             overrides = [*settings, *_lines(arm.tables(base, plan.redundancy)), f"seed={seed}"]
             config, overrides = _arm(plan, base, overrides)
             window = Window.of(config.steps, config.staleness.max_age)
-            measured = _measured(_train(plan, overrides, window), window, config, seed)
+            watched = _train(plan, overrides, window)
+            trained[arm.name] = watched.lines, window
+            measured = _measured(watched, window, config, seed)
             runs[arm.name].append(_against(measured, found[-1]) if found else measured)
-            print(_said(arm.name, point, runs[arm.name][-1]), flush=True)
+            print(run_text(plan.sweep.symbol, point, arm.name, seed, runs[arm.name][-1].figures), flush=True)
+        for name, bias in length_biases(trained).items():
+            runs[name][-1] = _with(runs[name][-1], length_bias=bias)
     more = {"generation_seconds": generate} if generate else {}
     for name in ("generation_idle_share", "training_wait_share", "repeating_share") if found else ():
         more[name] = statistics.median(getattr(each, name) for each in found)
     return At(point, {"overrides": settings}, runs, more)
+
+
+def length_biases(trained: Mapping[str, tuple[Lines, Window]]) -> dict[str, float | None]:
+    """By arm: mean length of the trained episodes of its window over that of all episodes, which the synchronous arm trains: it
+    drops none. Nothing where that did not run: then arms are compared with themselves, which hides what redundancy does."""
+    if "sync" not in trained:
+        return {}
+    population = mean_length(trained["sync"][0])
+    return {name: length_bias(lines[window.warm : window.last], lines, population) for name, (lines, window) in trained.items()}
 
 
 def _arm(plan: Plan, base: Config, overrides: list[str]) -> tuple[Config, list[str]]:
@@ -85,16 +106,11 @@ def _ceilings(plan: Plan, overrides: list[str]) -> ceilings.Ceilings:
 
 
 def _against(measured: Measured, found: ceilings.Ceilings) -> Measured:
-    figures = measured.figures
-    efficiency = Efficiency(found.generation, found.training, figures.tokens_per_second)
-    return msgspec.structs.replace(measured, figures=msgspec.structs.replace(figures, efficiency=efficiency))
+    return _with(measured, efficiency=Efficiency(found.generation, found.training, measured.figures.tokens_per_second))
 
 
-def _said(arm: str, point: Point, measured: Measured) -> str:
-    """One run on the console: a sweep takes long."""
-    figures = measured.figures
-    share = f", efficiency {figures.efficiency.value:.3f}" if figures.efficiency else ""
-    return f"  {point.x:g}, seed {measured.seed}, {arm}: {figures.tokens_per_second:,.0f} tokens/s{share}"
+def _with(measured: Measured, **figures: Any) -> Measured:
+    return msgspec.structs.replace(measured, figures=msgspec.structs.replace(measured.figures, **figures))
 
 
 @functools.cache
@@ -106,7 +122,9 @@ def _generation_seconds(source: Path, overrides: tuple[str, ...]) -> float:
 
 
 def generation_seconds(plan: Plan) -> float:
-    """Mean seconds that sampling an action takes while all slots decode; measured once per command."""
+    """Mean seconds that sampling an action takes while all slots decode; measured once per sweep."""
+    if plan.generation_seconds is not None:
+        return plan.generation_seconds
     return _generation_seconds(plan.source, tuple(_all(plan, [])))
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.figures import Efficiency, Window, length_bias
-from benchmarks.sweep import At, Measured, Plan, Point
+from benchmarks.sweep import Plan
+from benchmarks.sweep_figures import At, Measured, Point
+from benchmarks.sweep_table import run_text
 from benchmarks.tails import mean_of
 from benchmarks.virtual.measure import generation_ceiling, measure, training_ceiling
 from benchmarks.virtual.scenario import LearnerModel, World, build_world, load_world, merged
@@ -47,8 +49,16 @@ def setup(plan: Plan) -> dict[str, Any]:
     }
 
 
+def settings(plan: Plan) -> dict[str, Any]:
+    """What the file, --set and --learner say."""
+    world = _world(plan, {}, 0)
+    learner = "sized for each point" if plan.sized else "as given"
+    return {"learner": learner, "scenario": msgspec.to_builtins(world.scenario), "values": world.values}
+
+
 def measure_point(plan: Plan, point: Point) -> At:
     """All arms at a point, seed by seed."""
+    quiet()
     base = _world(plan, {}, 0)
     tables = plan.sweep.virtual(base, point)
     runs: dict[str, list[Measured]] = {arm.name: [] for arm in plan.arms}
@@ -68,6 +78,7 @@ def measure_point(plan: Plan, point: Point) -> At:
             bias = length_bias(ran.lines[window.warm : window.last], ran.lines, population)
             figures = msgspec.structs.replace(figures, length_bias=bias)
             played[arm.name] = (figures, training_ceiling(world, ran.works[window.warm : window.last]), ran.seconds)
+            print(run_text(plan.sweep.symbol, point, arm.name, seed, figures), flush=True)
         training = max(ceiling for _, ceiling, _ in played.values())
         for name, (figures, _, seconds) in played.items():
             efficiency = Efficiency(generation, training, figures.tokens_per_second)
