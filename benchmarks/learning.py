@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
+from benchmarks.command import Parser, install
 from benchmarks.learning_cells import (
     PRESETS,
     Cell,
@@ -214,7 +215,7 @@ def report(figures: Mapping[str, Any]) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("learning", __doc__)
     parser.add_argument("--results", type=Path, default=Path("runs/learning"), metavar="DIR", help="cells, results.json, plots")
     grids = f"{', '.join(PRESETS)}, or items such as 4,8:none,decoupled and 16:all; η = 0 is always there"
     parser.add_argument("--grid", nargs="+", default=["full"], metavar="GRID", help=grids)
@@ -258,7 +259,7 @@ def main() -> int:
             print(f"Written: {', '.join(map(str, [plan.folder / RESULTS, *plots]))}.")
             if not plots:
                 print(
-                    "There is no plot, because matplotlib is not installed: pip install matplotlib, and give the command again."
+                    f"There is no plot, because matplotlib is not installed: {install('plots')}, and give the command again."
                 )
         return code
     except (RunFailed, UserError) as error:
