@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
-INTERRUPTED = 130
+from benchmarks import children
+
+INTERRUPTED = 128 + signal.SIGINT
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,13 +43,37 @@ def json_file(text: str) -> Path:
     return path
 
 
+class _Interrupts:
+    """What SIGINT, SIGTERM and SIGHUP do to a benchmark: the programs it runs are told to stop, and `KeyboardInterrupt` unwinds
+    it, which waits for them. Ctrl-C once more ends it at once, and them with it. `first`: the signal that came first."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._heard)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        if self.first is not None and number != signal.SIGINT:
+            return  # a terminal that closes may say so twice, and so does SLURM at the end of a job's time
+        if self.first is None:
+            self.first = number
+        children.stop()
+        raise KeyboardInterrupt
+
+
 def ended(main: Callable[[], int]) -> int:
-    """The exit code of a benchmark's `main`."""
+    """The exit code of a benchmark's `main`, which SIGTERM and SIGHUP end as Ctrl-C does: in order."""
+    interrupts = _Interrupts()
+    interrupts.install()
     try:
-        return main()
+        code = main()
     except KeyboardInterrupt:
         print("Interrupted: nothing was written.", file=sys.stderr)
-        return INTERRUPTED
+        code = INTERRUPTED
+    return 128 + interrupts.first if code == INTERRUPTED and interrupts.first is not None else code
 
 
 def install(extra: str) -> str:

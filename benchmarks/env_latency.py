@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.command import ended
 from benchmarks.sweep import Sweep, run
 from benchmarks.sweep_figures import Point
 from benchmarks.tails import mean_of, suite_latency
@@ -68,4 +69,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

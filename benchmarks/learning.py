@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
-from benchmarks.command import Parser, install
+from benchmarks.command import INTERRUPTED, Parser, ended, install
 from benchmarks.learning_cells import (
     PRESETS,
     Cell,
@@ -267,11 +267,11 @@ def main() -> int:
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
         print(f"Interrupted: cells that were done are in {args.results}; the same command goes on.", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     finally:
         if args.keep is None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -1,41 +1,44 @@
 """Published results played in virtual time: what was published, what is reproduced, and Segue's best policy, side by side.
 
-    python -m benchmarks.paper [--only NAME …] [--out DIR] [--resume] [--jobs N] [--set KEY=VALUE …]
+    python -m benchmarks.paper [--only NAME …] [--out DIR] [--jobs N] [--set KEY=VALUE …]
 
 A row is a scenario file in benchmarks/scenarios/paper/ with its source, what the source leaves open, tolerance, and the arms
 that stand for the published ones. All arms of a row run on the production scheduler with the same lengths and latencies.
 Parameters are from the papers' text or stated as assumptions; none was searched for to match a result. Exit code 1: a row is
-outside its tolerance and its file gives no reason.
+outside its tolerance and its file gives no reason. Arms are kept as they end, so that the same command goes on with one that was cut
+short.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import paper_figures, paper_page, plots, result
-from benchmarks.command import INTERRUPTED, Parser
+from benchmarks.command import INTERRUPTED, Parser, ended
 from benchmarks.jobs import each
 from benchmarks.paper_figures import HEADINGS, NOT_PLAYED, reasons, row_document, table
-from benchmarks.paper_rows import Played, Row, cost, load_row, load_rows, play_arm
-from benchmarks.results_folder import RESULTS, claimed, earlier
-from segue.build import git_sha
+from benchmarks.paper_rows import FOLDER, Played, Row, cost, load_row, load_rows, play_arm
+from benchmarks.results_folder import PAGE, RESULTS, Kept, claimed, earlier, left, refuse_whole
 from segue.config import parse_overrides
 from segue.errors import RunFailed, UserError
-from segue.files import disk_errors
+from segue.files import disk_errors, write_atomic
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = Parser("paper", __doc__)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="rows: files of benchmarks/scenarios/paper/; default: all")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="results; default runs/bench-paper-TIME")
+    out = "results, also of a call that was cut short: what they have is kept; default runs/bench-paper-TIME"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="arms played at once, a process each")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that DIR has, and play those that are missing")
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -47,34 +50,42 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(rows: Sequence[Row], jobs: int) -> Iterator[tuple[Row, Played]]:
+def run(rows: Sequence[Row], jobs: int, out: Path) -> Iterator[tuple[Row, Played]]:
     """Every arm of every row, as it comes to its end; with several jobs the dearest begin first. Raises `RunFailed`."""
     work = [(row, arm) for row in rows for arm in row.paper.arms]
     if jobs > 1:
         work.sort(key=lambda item: -cost(*item))
-    for place, played in each(_play, [(row.path, row.overrides, arm.name) for row, arm in work], jobs):
-        yield work[place][0], played
+    asked = [(row.path, row.overrides, arm.name, out) for row, arm in work]
+    with contextlib.closing(each(_play, asked, jobs)) as playing:
+        for place, played in playing:
+            yield work[place][0], played
 
 
-def _play(path: Path, overrides: Mapping[str, Any], arm: str) -> Played:
+def _play(path: Path, overrides: Mapping[str, Any], arm: str, out: Path) -> Played:
     row = load_row(path, overrides)
     try:
-        return play_arm(row, row.arm(arm))
+        return Kept(out).of(f"{row.name}-{arm}", Played, partial(play_arm, row, row.arm(arm)))
     except RunFailed as error:
         raise RunFailed(error.part, f"{row.name}, {arm}: {error.sentence}") from error
 
 
-def play(rows: Sequence[Row], jobs: int, done: list[dict[str, Any]]) -> Iterator[str]:
+def play(rows: Sequence[Row], jobs: int, out: Path, done: list[dict[str, Any]]) -> Iterator[str]:
     """Play all rows and add each one's document to `done` once its arms are complete; yields what to say."""
     played: dict[str, dict[str, Played]] = {row.name: {} for row in rows}
-    for row, arm in run(rows, jobs):
-        arms = played[row.name]
-        arms[arm.arm] = arm
-        yield f"{row.name}: {arm.arm}, step {arm.step_seconds:,.1f} s, {arm.cpu_seconds:.0f} s of CPU"
-        if len(arms) == len(row.paper.arms):
-            done.append(row_document(row, arms))
-            done.sort(key=lambda document: (document["table"], document["name"]))
-            yield ""
+    with contextlib.closing(run(rows, jobs, out)) as running:
+        for row, arm in running:
+            arms = played[row.name]
+            arms[arm.arm] = arm
+            yield f"{row.name}: {arm.arm}, step {arm.step_seconds:,.1f} s, {arm.cpu_seconds:.0f} s of CPU"
+            if len(arms) == len(row.paper.arms):
+                done.append(row_document(row, arms))
+                done.sort(key=lambda document: (document["table"], document["name"]))
+                yield ""
+
+
+def digests() -> dict[str, str]:
+    """Of every row's file: an edit is no commit."""
+    return {path.stem: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in sorted(FOLDER.glob("*.toml"))}
 
 
 def document(
@@ -109,51 +120,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = result.machine()
     out = args.out or Path("runs") / f"bench-paper-{time.strftime('%Y%m%d-%H%M%S')}"
     told: dict[str, Any] = {}
+    done: list[dict[str, Any]] = []
     try:
         if args.jobs < 1:
             raise UserError(f"--jobs {args.jobs} is too low: give 1 or more.")
-        if args.resume and args.out is None:
-            raise UserError("--resume goes on in a folder: name it with --out.")
         rows = load_rows(args.only, parse_overrides(args.overrides))
         plots.require()
-        with claimed(out, args.resume):
-            same = {"commit": git_sha(), "set": list(args.overrides)}
+        with claimed(out):
+            same = {"versions": result.versions(), "set": list(args.overrides), "files": digests()}
             before = earlier(out, "paper", same) or {"rows": []}
             done = [row for row in before["rows"] if "claims" in row]
-            if done:
-                told = document(args, where, rows, done, same)
             missing = [row for row in rows if row.name not in {row["name"] for row in done}]
-            for line in play(missing, args.jobs, done):
-                if line:
-                    print(line, flush=True)
-                else:
-                    told = document(args, where, rows, done, same)
-                    _write(told, out)
+            if not missing:
+                refuse_whole(out)
+            told = document(args, where, rows, done, same)
+            _write(told, out)
+            with contextlib.closing(play(missing, args.jobs, out, done)) as playing:
+                for line in playing:
+                    if line:
+                        print(line, flush=True)
+                    else:
+                        told = document(args, where, rows, done, same)
+                        _write(told, out)
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
-        _say_what_is_left(told, out)
+        if told:
+            print(_left(done, out), file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        _say_what_is_left(told, out)
+        print(f"Interrupted. {_left(done, out)}", file=sys.stderr)
         return INTERRUPTED
     print(text(told))
-    print(f"{out}/index.html has the table and plots, {out}/{RESULTS} everything.")
+    print(f"{out}/{PAGE} has the table and plots, {out}/{RESULTS} everything.")
     return int(paper_figures.unexplained(told["rows"]) and not args.overrides)
 
 
 def _write(told: Mapping[str, Any], out: Path) -> None:
-    """After every row: a long call may be cut short. Raises `RunFailed` where the disk takes no more."""
+    """results.json comes last: what it has is not drawn again by a later call. Raises `RunFailed` where the disk takes no more."""
+    whole = [row["name"] for row in told["rows"] if "claims" in row]
+    if whole:
+        with disk_errors(out):
+            drawn = paper_page.draw(told, out)
+        write_atomic(out / PAGE, paper_page.build(told, drawn).encode())
     result.write(out / RESULTS, told)
-    with disk_errors(out):
-        drawn = paper_page.draw(told, out)
-        (out / "index.html").write_text(paper_page.build(told, drawn), encoding="utf-8")
+    for name in whole:
+        Kept(out).drop(f"{name}-*")
 
 
-def _say_what_is_left(told: Mapping[str, Any], out: Path) -> None:
-    if told:
-        print(f"{out} has the rows that were done: the same command with --out {out} --resume goes on.", file=sys.stderr)
+def _left(done: Sequence[Mapping[str, Any]], out: Path) -> str:
+    """What there is of a call that was cut short."""
+    return left(out, len(done), "row", len(Kept(out).names("*")), "arm")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

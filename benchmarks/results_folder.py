@@ -1,7 +1,7 @@
 """A folder of results: nobody else's, locked while it is filled, and, where it was left half filled, gone on with.
 
-results.json says with which `settings` its points were measured. Points of other settings, or of another commit, are not compared,
-so that going on with them is refused.
+results.json says with which `settings` its figures were measured. Those of other settings, or of another version, are not compared,
+so that going on with them is refused. What is measured on the way to a figure of results.json is kept in a file each (`Kept`).
 """
 
 from __future__ import annotations
@@ -9,28 +9,27 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from segue.errors import UserError
-from segue.files import plain
+from segue.files import plain, write_atomic
 
-RESULTS, LOCK = "results.json", ".lock"
+RESULTS, LOCK, PAGE, RUNS = "results.json", ".lock", "index.html", "runs"
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def claimed(out: Path, resume: bool = False) -> Iterator[None]:
-    """A folder that nobody uses; with `resume` one that may have results. Raises `UserError`."""
+def claimed(out: Path) -> Iterator[None]:
+    """A folder that nobody uses, empty or with results to go on with. Raises `UserError`."""
     try:
         if out.exists() and not out.is_dir():
             raise UserError(f"{out} exists already and is not a folder: give --out another name, or remove it.")
-        used = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
-        if used and not resume:
-            more = ", or go on with what is there: --resume" if (out / RESULTS).is_file() else ", or remove it"
-            raise UserError(f"{out} exists already and is not an empty folder: give --out another name{more}.")
-        if used and not (out / RESULTS).is_file():
-            raise UserError(f"{out} has no {RESULTS} to go on with: name a folder of results with --out, or an empty one.")
+        if out.is_dir() and not (out / RESULTS).is_file() and any(path.name != LOCK for path in out.iterdir()):
+            raise UserError(f"{out} exists already and is not an empty folder: give --out another name, or remove it.")
         out.mkdir(parents=True, exist_ok=True)
         lock = open(out / LOCK, "w")  # noqa: SIM115 - held until the end
     except OSError as error:
@@ -62,6 +61,48 @@ def earlier(out: Path, benchmark: str, settings: Mapping[str, Any]) -> dict[str,
             f"{path} was measured with {key} = {was!r}, and now it is {now!r}: go back to that, or give --out another name."
         )
     return dict(found)
+
+
+def refuse_whole(out: Path) -> None:
+    """Raises `UserError` about a folder in which nothing that is asked for is missing."""
+    raise UserError(f"{out} exists already and has all that is asked for: give --out another name, or remove it.")
+
+
+def left(out: Path, whole: int, what: str, kept: int, part: str) -> str:
+    """A sentence on what there is of a call that was cut short: `whole` points of results.json, and `kept` runs of others, say."""
+    if not whole and not kept:
+        return "Nothing was measured yet."
+    there = [f"{whole} {what}{'s' * (whole != 1)} in {RESULTS} and {PAGE}"] if whole else []
+    there += [f"{kept} {part}{'s' * (kept != 1)} of other {what}s in {RUNS}/"] if kept else []
+    return f"{out} has {' and '.join(there)}: the same command with --out {out} goes on."
+
+
+class Kept:
+    """What was measured so far, a file each in `DIR/runs/`, whole or absent: a call that is cut short loses only what it was at."""
+
+    def __init__(self, out: Path) -> None:
+        self.folder = out / RUNS
+
+    def of(self, name: str, kind: type[T], measure: Callable[[], T]) -> T:
+        """What was measured under this name; if nothing was, what `measure` returns, as its file has it. Raises `UserError`."""
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            data = json.dumps(msgspec.to_builtins(measure()))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, data.encode())
+        try:
+            return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), kind)
+        except (OSError, ValueError, msgspec.ValidationError) as error:
+            raise UserError(f"{path} cannot be read ({error}): remove it, and it is measured again.") from None
+
+    def names(self, pattern: str) -> list[str]:
+        """Whose files are there, in the order of the alphabet."""
+        return sorted(path.stem for path in self.folder.glob(f"{pattern}.json"))
+
+    def drop(self, pattern: str) -> None:
+        """What has become figures of results.json."""
+        for path in self.folder.glob(f"{pattern}.json"):
+            path.unlink()
 
 
 def flat(tables: Mapping[str, Any], parents: str = "") -> dict[str, Any]:

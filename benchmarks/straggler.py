@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.command import ended
 from benchmarks.sweep import Sweep, run
 from benchmarks.sweep_figures import Point
 from benchmarks.tails import suite_latency, with_heaviness
@@ -64,4 +65,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -4,12 +4,14 @@
 
 In virtual time (the default) a point is a scenario (`benchmarks.sweep_virtual`), for real a run of `segue train`
 (`benchmarks.sweep_real`). Arms take turns at each point, and the arms of one repeat share their seed. Everything is written after
-each point, so that a sweep can be looked at while it goes on, and gone on with (`--resume`) where it was cut short.
+each point, and each run is kept as it ends, so that a sweep can be looked at while it goes on, and the same command goes on with one
+that was cut short.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import math
 import sys
@@ -25,13 +27,12 @@ from benchmarks import page, plots, result, sweep_table
 from benchmarks.arms import Arm, chosen
 from benchmarks.command import INTERRUPTED, Parser
 from benchmarks.jobs import each
-from benchmarks.results_folder import RESULTS, claimed, earlier
-from benchmarks.sweep_figures import Point, point_document
+from benchmarks.results_folder import PAGE, RESULTS, Kept, claimed, earlier, left, refuse_whole
+from benchmarks.sweep_figures import Point, Seeded, gathered, point_document
 from benchmarks.virtual.scenario import World
-from segue.build import git_sha
 from segue.config import Config
 from segue.errors import RunFailed, UserError
-from segue.files import disk_errors
+from segue.files import disk_errors, write_atomic
 
 FOLDER = Path(__file__).resolve().parent
 CONFIG = FOLDER.parent / "configs" / "balanced.toml"
@@ -70,7 +71,7 @@ class Sweep(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What was asked for, checked. `generation_seconds`: that of an earlier call of a sweep that is gone on with."""
+    """What was asked for, checked."""
 
     sweep: Sweep
     points: list[Point]
@@ -84,7 +85,6 @@ class Plan(msgspec.Struct, frozen=True):
     ceilings: bool = True
     real: bool = False
     jobs: int = 1
-    generation_seconds: float | None = None
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------------
@@ -109,12 +109,12 @@ def parser(sweep: Sweep, about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="of every run; default: the scenario's or config's")
     parser.add_argument("--redundancy", type=int, default=1, metavar="R", help="members that groups of redundant arms have more")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="for all arms")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="results; default runs/bench-NAME-TIME")
-    parser.add_argument("--resume", action="store_true", help="keep the points that DIR has, and measure those that are missing")
+    out = "results, also of a call that was cut short: what they have is kept; default runs/bench-NAME-TIME"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
     virtual = parser.add_argument_group("in virtual time")
     virtual.add_argument("--scenario", type=Path, metavar="FILE", help=f"default {sweep.scenario.relative_to(FOLDER.parent)}")
     virtual.add_argument("--learner", choices=("sized", "given"), help="its cost: sized for each point (default), or the file's")
-    virtual.add_argument("--jobs", type=int, metavar="N", help="points played at once, a process each (default 1)")
+    virtual.add_argument("--jobs", type=int, metavar="N", help="points and seeds played at once, a process each (default 1)")
     real = parser.add_argument_group("with --real")
     real.add_argument("--config", type=Path, metavar="FILE", help=f"default {CONFIG.relative_to(FOLDER.parent)}")
     real.add_argument("--no-ceilings", action="store_true", help="no efficiency: two runs less per point and seed")
@@ -160,8 +160,6 @@ def _check_kind(args: argparse.Namespace) -> None:
             option, remedy = name.replace("_", "-"), "leave one of the two out" if args.real else "add --real, or leave it out"
             where = "in virtual time, not for --real" if args.real else "with --real"
             raise UserError(f"--{option} is for sweeps {where}: {remedy}.")
-    if args.resume and args.out is None:
-        raise UserError("--resume goes on in a folder: name it with --out.")
 
 
 def _values(values: Sequence[float], option: str, low: float, high: float) -> list[float]:
@@ -181,8 +179,13 @@ def _several(values: Sequence[float]) -> str:
 
 
 def _kind(real: bool) -> ModuleType:
-    """Has `setup`, `settings` and `measure_point`."""
+    """Has `setup`, `settings` and `measure_seed`."""
     return importlib.import_module("benchmarks.sweep_real" if real else "benchmarks.sweep_virtual")
+
+
+def _packages(real: bool) -> tuple[str, ...]:
+    """Whose versions decide figures."""
+    return ("torch", "transformers", "ray") if real else ()
 
 
 def settings(asked: Plan, where: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +193,7 @@ def settings(asked: Plan, where: Mapping[str, Any]) -> dict[str, Any]:
     machine = {"machine": {key: where[key] for key in ("cpu", "cores")}, "ceilings": asked.ceilings} if asked.real else {}
     return {
         "time": "real" if asked.real else "virtual",
-        "commit": git_sha(),
+        "versions": result.versions(_packages(asked.real)),
         "arms": [arm.name for arm in asked.arms],
         "seeds": asked.seeds,
         "redundancy": asked.redundancy,
@@ -199,28 +202,34 @@ def settings(asked: Plan, where: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def measure_point(asked: Plan, point: Point) -> dict[str, Any]:
-    """A point as results.json has it."""
-    return point_document(_kind(asked.real).measure_point(asked, point))
+def measure_seed(asked: Plan, point: Point, seed: int, out: Path) -> Seeded:
+    """One seed of a point; runs are kept in `out` as they end."""
+    found: Seeded = _kind(asked.real).measure_seed(asked, point, seed, Kept(out))
+    return found
 
 
-def measure(asked: Plan, known: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """All points so far, in order, each time that one more is there; first those that were known, if any were."""
-    done: dict[Point, dict[str, Any]] = {Point(point["x"], point["spread"]): dict(point) for point in known}
+def measure(asked: Plan, known: Sequence[Mapping[str, Any]], out: Path) -> Iterator[list[dict[str, Any]]]:
+    """All points so far, in order, each time that one more is there; first those that were known."""
+    done: dict[Point, dict[str, Any]] = {point_of(document): dict(document) for document in known}
     order = sorted({*done, *asked.points}, key=lambda point: (point.spread or 0.0, point.x))
-
-    def so_far() -> list[dict[str, Any]]:
-        return [done[point] for point in order if point in done]
-
-    if done:
-        yield so_far()
-    missing = [point for point in asked.points if point not in done]
+    work = [(asked, point, seed, out) for point in asked.points if point not in done for seed in asked.seeds]
     if asked.jobs > 1:
-        missing.sort(key=lambda point: -point.x)  # the dearest begin first
-    for place, document in each(measure_point, [(asked, point) for point in missing], asked.jobs):
-        done[missing[place]] = document
-        print(sweep_table.point_text(asked.sweep.symbol, document), flush=True)
-        yield so_far()
+        work.sort(key=lambda item: -item[1].x)  # the dearest begin first
+    yield [done[point] for point in order if point in done]
+    found: dict[Point, dict[int, Seeded]] = {point: {} for point in asked.points}
+    with contextlib.closing(each(measure_seed, work, asked.jobs)) as measured:
+        for place, seeded in measured:
+            _, point, seed, _ = work[place]
+            found[point][seed] = seeded
+            if len(found[point]) == len(asked.seeds):
+                done[point] = point_document(gathered(point, [found[point][seed] for seed in asked.seeds]))
+                print(sweep_table.point_text(asked.sweep.symbol, done[point]), flush=True)
+                yield [done[point] for point in order if point in done]
+
+
+def point_of(document: Mapping[str, Any]) -> Point:
+    """The point of an entry of results.json."""
+    return Point(document["x"], document["spread"])
 
 
 def run(sweep: Sweep, about: str | None, arguments: Sequence[str] | None = None) -> int:
@@ -231,27 +240,27 @@ def run(sweep: Sweep, about: str | None, arguments: Sequence[str] | None = None)
     told: dict[str, Any] = {}
     try:
         asked = plan(sweep, args)
-        with claimed(out, args.resume):
+        with claimed(out):
             shared = _kind(asked.real).setup(asked)
             same = settings(asked, where)
-            before = earlier(out, sweep.name, same) or {}
-            if not before.get("machine", where)["quiet"]:
+            before = earlier(out, sweep.name, same) or {"points": [], "machine": where}
+            if set(asked.points) <= set(map(point_of, before["points"])):
+                refuse_whole(out)
+            if not before["machine"]["quiet"]:
                 where = before["machine"]  # rates of a machine that was busy are among the figures
-            known = before.get("points", [])
-            seconds = next((point["generation_seconds"] for point in known if "generation_seconds" in point), None)
-            asked = msgspec.structs.replace(asked, generation_seconds=seconds)
-            for points in measure(asked, known):
-                told = _document(asked, args, where, shared, same, points)
-                _write(told, out)
+            with contextlib.closing(measure(asked, before["points"], out)) as measured:
+                for points in measured:
+                    told = _document(asked, args, where, shared, same, points)
+                    _write(told, out)
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
-        _say_what_is_left(told, out)
+        if told:
+            print(_left(told, out), file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        _say_what_is_left(told, out)
+        print(f"Interrupted. {_left(told, out)}", file=sys.stderr)
         return INTERRUPTED
-    print(f"{out}/index.html has the figures and plots, {out}/{RESULTS} everything.")
+    print(f"{out}/{PAGE} has the figures and plots, {out}/{RESULTS} everything.")
     if args.real and (note := result.busy(where)):
         print(note)
     return 0
@@ -278,23 +287,21 @@ def _document(
         "points": list(points),
         "missing": [{"x": p.x, "spread": p.spread} for p in asked.points if (p.x, p.spread) not in there],
     }
-    packages = ("torch", "transformers", "ray", "matplotlib") if asked.real else ("matplotlib",)
+    packages = (*_packages(asked.real), "matplotlib")
     return result.document(sweep.name, figures, seeds=asked.seeds, arguments=vars(args), packages=packages, where=where)
 
 
 def _write(told: Mapping[str, Any], out: Path) -> None:
-    """Raises `RunFailed` where the disk takes no more."""
+    """results.json comes last: what it has is not drawn again by a later call. Raises `RunFailed` where the disk takes no more."""
+    if told["points"]:
+        with disk_errors(out):
+            drawn = plots.draw(told, out)
+        write_atomic(out / PAGE, page.build(told, drawn).encode())
     result.write(out / RESULTS, told)
-    with disk_errors(out):
-        drawn = plots.draw(told, out)
-        (out / "index.html").write_text(page.build(told, drawn), encoding="utf-8")
+    for point in map(point_of, told["points"]):
+        Kept(out).drop(f"{point.name}-seed*")
 
 
-def _say_what_is_left(told: Mapping[str, Any], out: Path) -> None:
-    if told:
-        count = len(told["points"])
-        print(
-            f"{out} has the {count} point{'s' * (count != 1)} that {'were' if count != 1 else 'was'} done: the same command with "
-            f"--out {out} --resume goes on.",
-            file=sys.stderr,
-        )
+def _left(told: Mapping[str, Any], out: Path) -> str:
+    """What there is of a sweep that was cut short."""
+    return left(out, len(told["points"]) if told else 0, "point", len(Kept(out).names("*-seed*")), "run")

@@ -20,12 +20,25 @@ class Point(msgspec.Struct, frozen=True):
     x: float
     spread: float | None = None
 
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"x{self.x!r}" if self.spread is None else f"x{self.x!r}-spread{self.spread!r}"
+
 
 class Measured(msgspec.Struct, frozen=True):
     """One run of one arm at one point. `more`: what only one of virtual and real knows."""
 
     seed: int
     figures: Figures
+    more: dict[str, float] = {}
+
+
+class Seeded(msgspec.Struct, frozen=True):
+    """What one seed came to at a point: a run of every arm, what was set there, and notes (`learner_scale`, say)."""
+
+    settings: dict[str, Any]
+    runs: dict[str, Measured]
     more: dict[str, float] = {}
 
 
@@ -36,6 +49,13 @@ class At(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     runs: dict[str, list[Measured]]
     more: dict[str, Any] = {}
+
+
+def gathered(point: Point, seeds: Sequence[Seeded]) -> At:
+    """A point of all its seeds; notes are medians."""
+    runs = {name: [one.runs[name] for one in seeds] for name in seeds[0].runs}
+    more = {key: statistics.median(one.more[key] for one in seeds) for key in seeds[0].more}
+    return At(point, seeds[0].settings, runs, more)
 
 
 def point_document(at: At) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def test_an_impossible_setting_is_one_sentence(
 
 
 def test_a_results_folder_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "results.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("mine")
     assert paper.main(["--only", "staleness_queue_1", "--out", str(tmp_path)]) == 2
     assert "exists already and is not an empty folder" in capsys.readouterr().err
 

@@ -12,10 +12,12 @@ import pytest
 from benchmarks import env_latency, straggler, sweep_real
 from benchmarks.ceilings import Ceilings
 from benchmarks.figures import Window
+from benchmarks.results_folder import Kept
 from benchmarks.sweep import Plan, parser, plan
-from benchmarks.sweep_figures import Point
+from benchmarks.sweep_figures import At, Point, gathered
 from benchmarks.watched import Watched
 from segue.config import load_config
+from segue.errors import RunFailed, UserError
 
 LENGTHS = {"sync": 30.0, "async_keep": 30.0, "sync_redundant": 24.0}
 """Tokens of a trained episode, by arm: redundancy loses long ones."""
@@ -41,10 +43,10 @@ class Scripted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[str, ...]] = []
+        self.fails = ""
         monkeypatch.setattr(sweep_real, "train", self.train)
         monkeypatch.setattr(sweep_real.ceilings, "measure", self.ceilings)
         monkeypatch.setattr(sweep_real.ceilings, "generation_seconds", self.generation_seconds)
-        sweep_real._generation_seconds.cache_clear()
 
     def train(self, source: Path, run: Path, overrides: list[str], marks: set[int], deadline: float) -> Watched:
         config = load_config(source, overrides)
@@ -53,6 +55,8 @@ class Scripted:
         inflight = config.update.inflight if config.mode == "async" else ""
         arm = "_".join(filter(None, (config.mode, inflight, "redundant" if config.group.redundancy else "")))
         self.asked.append((arm, str(config.seed), str(config.steps), f"{config.task.args['mean']:g}"))
+        if arm == self.fails:
+            raise RunFailed("rollout", "A node died.")
         lines = [line(step, LENGTHS[arm]) for step in range(config.steps)]
         summary = {"tokens": {"generated": 200.0 * config.steps}}
         return Watched(lines, summary, {window.warm: scrape(1.0), window.last: scrape(2.0)})
@@ -72,9 +76,15 @@ def asked(*arguments: str) -> Plan:
     return plan(env_latency.SWEEP, parser(env_latency.SWEEP, None).parse_args([*chosen, *arguments]))
 
 
-def test_ceilings_come_first_and_arms_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def measured(plan: Plan, point: Point, out: Path) -> At:
+    return gathered(point, [sweep_real.measure_seed(plan, point, seed, Kept(out)) for seed in plan.seeds])
+
+
+def test_ceilings_come_first_and_arms_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = Scripted(monkeypatch)
-    at = sweep_real.measure_point(asked("--repeats", "2", "--seed", "7"), Point(4.0, 1.0))
+    at = measured(asked("--repeats", "2", "--seed", "7"), Point(4.0, 1.0), tmp_path)
     steps = load_config(sweep_real_config()).steps
     window = Window.of(steps, 4)
     short = str(window.steps(0))
@@ -92,9 +102,9 @@ def test_ceilings_come_first_and_arms_take_turns(monkeypatch: pytest.MonkeyPatch
         ),
     ]
     assert at.more["generation_seconds"] == 0.05 and at.more["training_wait_share"] == 0.02
-    for name, measured in at.runs.items():
-        assert [one.seed for one in measured] == [7, 8]
-        for one in measured:
+    for name, found in at.runs.items():
+        assert [one.seed for one in found] == [7, 8]
+        for one in found:
             rate = 4 * LENGTHS[name] / 2.0
             assert one.figures.tokens_per_second == pytest.approx(rate)
             assert one.figures.efficiency is not None and one.figures.efficiency.value == pytest.approx(rate / 80.0)
@@ -107,25 +117,37 @@ def sweep_real_config() -> Path:
     return asked().source
 
 
-def test_lengths_are_compared_with_those_of_the_synchronous_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_compared_with_those_of_the_synchronous_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Scripted(monkeypatch)
 
-    def biases(*arguments: str) -> Mapping[str, float | None]:
-        at = sweep_real.measure_point(asked("--no-ceilings", *arguments), Point(0.0, 1.0))
+    def biases(out: str, *arguments: str) -> Mapping[str, float | None]:
+        at = measured(asked("--no-ceilings", *arguments), Point(0.0, 1.0), tmp_path / out)
         return {name: runs[0].figures.length_bias for name, runs in at.runs.items()}
 
-    assert biases() == pytest.approx({"sync": 1.0, "sync_redundant": 0.8, "async_keep": 1.0})
-    alone = biases("--arms", "sync_redundant", "async_keep")
+    assert biases("all") == pytest.approx({"sync": 1.0, "sync_redundant": 0.8, "async_keep": 1.0})
+    alone = biases("some", "--arms", "sync_redundant", "async_keep")
     assert alone == {"sync_redundant": 1.0, "async_keep": 1.0}, "nothing to compare with"
 
 
-def test_a_sweep_that_goes_on_keeps_the_time_of_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    import msgspec
-
+@pytest.mark.parametrize("failing", ["sync", "async_keep"])
+def test_a_run_that_fails_costs_no_other(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ended before it is kept to the last bit, ceilings and the time of an action too, and none of it runs again."""
+    point, plan = Point(4.0, 1.0), asked()
     runs = Scripted(monkeypatch)
-    going_on = msgspec.structs.replace(asked("--arms", "sync", "--no-ceilings"), generation_seconds=0.1)
-    sweep_real.measure_point(going_on, Point(4.0, 1.0))
-    assert [run[-1] for run in runs.asked] == ["0.4"], "4 times what was measured then, and nothing measured anew"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the folder of a run that failed stays
+    whole = measured(plan, point, tmp_path / "whole")
+    names = [run[0] for run in runs.asked]
+    runs.fails, runs.asked = failing, []
+    with pytest.raises(RunFailed, match="A node died"):
+        measured(plan, point, tmp_path / "cut")
+    assert [run[0] for run in runs.asked] == names[: names.index(failing) + 1]
+    runs.fails, runs.asked = "", []
+    assert measured(plan, point, tmp_path / "cut") == whole
+    assert [run[0] for run in runs.asked] == names[names.index(failing) :]
+    for path in (tmp_path / "cut" / "runs").glob(f"*-{failing}.json"):
+        path.write_text("{")
+        with pytest.raises(UserError, match=r"cannot be read \(.*\): remove it, and it is measured again"):
+            measured(plan, point, tmp_path / "cut")
 
 
 SMALL = (
