@@ -64,12 +64,12 @@ class _Interrupts:
         raise KeyboardInterrupt
 
 
-def ended(main: Callable[[], int]) -> int:
+def ended(main: Callable[[], int | None]) -> int:
     """The exit code of a benchmark's `main`, which SIGTERM and SIGHUP end as Ctrl-C does: in order."""
     interrupts = _Interrupts()
     interrupts.install()
     try:
-        code = main()
+        code = main() or 0
     except KeyboardInterrupt:
         print("Interrupted: nothing was written.", file=sys.stderr)
         code = INTERRUPTED

@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from benchmarks.command import json_file
+from benchmarks.command import ended, json_file
 from benchmarks.result import document, machine, write
 from rollout.embedded import EmbeddedEngine
 from rollout.embedded.sampler import sample, stream_of, uniform
@@ -279,4 +280,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

@@ -19,11 +19,12 @@ import gc
 import json
 import math
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import json_file
+from benchmarks.command import ended, json_file
 from benchmarks.result import document, machine, write
 from scheduler.core import SchedulerCore
 from scheduler.core import commands as c
@@ -358,4 +359,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

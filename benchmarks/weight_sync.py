@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import socket
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -27,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.command import json_file
+from benchmarks.command import ended, json_file
 from benchmarks.peers import Peer
 from benchmarks.result import document, machine, write
 from benchmarks.slow_link import Link, make_link
@@ -364,4 +365,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))
