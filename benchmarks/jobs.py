@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
@@ -29,7 +29,7 @@ class _Failed(NamedTuple):
     sentence: str
 
 
-def each(play: Callable[..., R], work: Sequence[tuple[Any, ...]], jobs: int) -> Iterator[tuple[int, R]]:
+def each(play: Callable[..., R], work: Sequence[tuple[Any, ...]], jobs: int) -> Generator[tuple[int, R], None, None]:
     """`play(*arguments)` for each item of `work`, with the item's place, as they end; the first ones begin first.
 
     One job: in this process, in order. Else `play` must be found by its name, and arguments and results can be pickled.

@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(rows: Sequence[Row], jobs: int, out: Path) -> Iterator[tuple[Row, Played]]:
+def run(rows: Sequence[Row], jobs: int, out: Path) -> Generator[tuple[Row, Played], None, None]:
     """Every arm of every row, as it comes to its end; with several jobs the dearest begin first. Raises `RunFailed`."""
     work = [(row, arm) for row in rows for arm in row.paper.arms]
     if jobs > 1:
@@ -69,7 +69,7 @@ def _play(path: Path, overrides: Mapping[str, Any], arm: str, out: Path) -> Play
         raise RunFailed(error.part, f"{row.name}, {arm}: {error.sentence}") from error
 
 
-def play(rows: Sequence[Row], jobs: int, out: Path, done: list[dict[str, Any]]) -> Iterator[str]:
+def play(rows: Sequence[Row], jobs: int, out: Path, done: list[dict[str, Any]]) -> Generator[str, None, None]:
     """Play all rows and add each one's document to `done` once its arms are complete; yields what to say."""
     played: dict[str, dict[str, Played]] = {row.name: {} for row in rows}
     with contextlib.closing(run(rows, jobs, out)) as running:

@@ -11,7 +11,7 @@ import fcntl
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -63,7 +63,7 @@ def earlier(out: Path, benchmark: str, settings: Mapping[str, Any]) -> dict[str,
     return dict(found)
 
 
-def refuse_whole(out: Path) -> None:
+def refuse_whole(out: Path) -> NoReturn:
     """Raises `UserError` about a folder in which nothing that is asked for is missing."""
     raise UserError(f"{out} exists already and has all that is asked for: give --out another name, or remove it.")
 

@@ -16,7 +16,7 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -208,7 +208,7 @@ def measure_seed(asked: Plan, point: Point, seed: int, out: Path) -> Seeded:
     return found
 
 
-def measure(asked: Plan, known: Sequence[Mapping[str, Any]], out: Path) -> Iterator[list[dict[str, Any]]]:
+def measure(asked: Plan, known: Sequence[Mapping[str, Any]], out: Path) -> Generator[list[dict[str, Any]], None, None]:
     """All points so far, in order, each time that one more is there; first those that were known."""
     done: dict[Point, dict[str, Any]] = {point_of(document): dict(document) for document in known}
     order = sorted({*done, *asked.points}, key=lambda point: (point.spread or 0.0, point.x))

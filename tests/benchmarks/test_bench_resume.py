@@ -23,8 +23,11 @@ from virtual_world import TINY
 
 from benchmarks import paper, straggler, sweep, sweep_virtual
 from benchmarks.jobs import each
+from benchmarks.paper_rows import play_arm as really_play
 from benchmarks.results_folder import Kept, claimed, earlier, first_difference, flat, left
 from benchmarks.sweep_figures import Point, Seeded
+from benchmarks.virtual.measure import generation_ceiling
+from benchmarks.virtual.measure import measure as really_measure
 from benchmarks.virtual.scenario import World
 from segue.errors import RunFailed, UserError
 
@@ -167,7 +170,7 @@ def test_whoever_stops_listening_ends_the_work_and_no_other_begins(tmp_path: Pat
     work = each(work_on, [(0, tmp_path), (2, tmp_path), (3, tmp_path), (4, tmp_path)], 2)
     assert next(work)[0] == 0
     until(lambda: len(list(tmp_path.glob("*-begun"))) == 2)  # the third waits for a process
-    work.close()  # type: ignore[attr-defined]
+    work.close()
     begun = {path.name.partition("-")[0] for path in tmp_path.glob("*-begun")}
     assert begun == {path.name.partition("-")[0] for path in tmp_path.glob("*-clean")} and len(begun) == 2
     assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.glob("*-begun"))
@@ -257,36 +260,29 @@ def test_arms_of_a_point_that_was_cut_short_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played: list[str] = []
-    real = sweep_virtual.measure
 
     def measure(world: World, **how: Any) -> Any:
         if world.config.mode == cut:
             raise KeyboardInterrupt
         played.append(world.config.mode)
-        return real(world, **how)
+        return really_measure(world, **how)
 
     monkeypatch.setattr(sweep_virtual, "measure", measure)
     both, cut = ["--points", "2", "--repeats", "2"], "async"
     assert call(tmp_path, "a", *both) == 130 and played == ["sync"]
     assert "has 2 runs of other points in runs/: the same command" in capsys.readouterr().err  # generation alone is one
     assert told(tmp_path, "a")["points"] == [] and not (tmp_path / "a" / "index.html").exists()
-    monkeypatch.setattr(sweep_virtual, "generation_ceiling", once(sweep_virtual.generation_ceiling))
+    monkeypatch.setattr(sweep_virtual, "generation_ceiling", once)
     cut = ""
     assert call(tmp_path, "a", *both) == 0 and played == ["sync", "async", "sync", "async"]
     assert call(tmp_path, "b", *both, "--jobs", "2") == 0
     assert figures(told(tmp_path, "a")) == figures(told(tmp_path, "b"))
 
 
-def once(real: Callable[[World], float]) -> Callable[[World], float]:
+def once(world: World) -> float:
     """For the second seed alone: the first one's is kept."""
-    calls: list[int] = []
-
-    def generation(world: World) -> float:
-        calls.append(world.config.seed)
-        assert calls == [1]
-        return real(world)
-
-    return generation
+    assert world.config.seed == 1
+    return generation_ceiling(world)
 
 
 @pytest.mark.processes
@@ -307,7 +303,7 @@ def test_more_points_may_join_and_other_settings_may_not(
         assert call(tmp_path, "a", *arguments) == 2
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
-    monkeypatch.setattr(sweep.result, "versions", lambda packages=(): {"git_sha": "another"})
+    monkeypatch.setattr("benchmarks.result.versions", lambda packages=(): {"git_sha": "another"})
     assert call(tmp_path, "a") == 2 and "was measured with versions.git_sha = " in capsys.readouterr().err
     assert len(told(tmp_path, "a")["points"]) == 2
 
@@ -334,13 +330,13 @@ def test_published_rows_that_are_there_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--out", str(tmp_path / "out"), "--set", "config.steps=12", "--set", "config.batch.groups=2"]
-    real, played = paper.play_arm, list[str]()
+    played: list[str] = []
 
-    def play_arm(row: paper.Row, arm: Any) -> paper.Played:
+    def play_arm(row: Any, arm: Any) -> Any:
         played.append(arm.name)
         if len(played) == 2:
             raise KeyboardInterrupt
-        return real(row, arm)
+        return really_play(row, arm)
 
     monkeypatch.setattr(paper, "play_arm", play_arm)
     assert paper.main(["--only", "staleness_queue_3", *out]) == 130

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import env_latency, straggler, sweep_real
+from benchmarks import ceilings, env_latency, straggler, sweep_real
 from benchmarks.ceilings import Ceilings
 from benchmarks.figures import Window
 from benchmarks.results_folder import Kept
@@ -45,8 +45,8 @@ class Scripted:
         self.asked: list[tuple[str, ...]] = []
         self.fails = ""
         monkeypatch.setattr(sweep_real, "train", self.train)
-        monkeypatch.setattr(sweep_real.ceilings, "measure", self.ceilings)
-        monkeypatch.setattr(sweep_real.ceilings, "generation_seconds", self.generation_seconds)
+        monkeypatch.setattr(ceilings, "measure", self.ceilings)
+        monkeypatch.setattr(ceilings, "generation_seconds", self.generation_seconds)
 
     def train(self, source: Path, run: Path, overrides: list[str], marks: set[int], deadline: float) -> Watched:
         config = load_config(source, overrides)
