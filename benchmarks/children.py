@@ -4,7 +4,7 @@ consumes       the program's output, line by line, stderr with stdout
 produces       its exit code, whether it was late, its last lines
 waits for      its end, at most `deadline` seconds, then `STOP_SECONDS` after a request to stop
 unblocked by   the end of its output; the deadline; `stop`
-on cancel      the program is told to stop at once and after `STOP_SECONDS` killed; it also dies with this process, however that ends
+on cancel      the program is told to stop at once and after `STOP_SECONDS` killed; it dies with this process, however that ends
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 A row is a scenario file in benchmarks/scenarios/paper/ with its source, what the source leaves open, tolerance, and the arms
 that stand for the published ones. All arms of a row run on the production scheduler with the same lengths and latencies.
 Parameters are from the papers' text or stated as assumptions; none was searched for to match a result. Exit code 1: a row is
-outside its tolerance and its file gives no reason. Arms are kept as they end, so that the same command goes on with one that was cut
-short.
+outside its tolerance and its file gives no reason. Arms are kept as they end: the same command goes on where one was cut short.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def document(
     told = [*done, *([NOT_PLAYED] if args.only is None else [])]
     told.sort(key=lambda row: str(row["table"]))
     missing = sorted({row.name for row in rows} - {row["name"] for row in done})
-    figures = {"title": "Published results, reproduced", "time": "virtual", "rows": told}
+    figures: dict[str, Any] = {"title": "Published results, reproduced", "time": "virtual", "rows": told}
     figures |= {"missing": missing, "settings": dict(same)}
     seeds = sorted({row.world.config.seed for row in rows})
     return result.document("paper", figures, seeds=seeds, arguments=vars(args), packages=("matplotlib",), where=where)
@@ -156,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(told: Mapping[str, Any], out: Path) -> None:
-    """results.json comes last: what it has is not drawn again by a later call. Raises `RunFailed` where the disk takes no more."""
+    """results.json comes last: what it has is not drawn again by a later call. Raises `RunFailed` where the disk is full."""
     whole = [row["name"] for row in told["rows"] if "claims" in row]
     if whole:
         with disk_errors(out):

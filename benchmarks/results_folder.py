@@ -1,6 +1,6 @@
 """A folder of results: nobody else's, locked while it is filled, and, where it was left half filled, gone on with.
 
-results.json says with which `settings` its figures were measured. Those of other settings, or of another version, are not compared,
+results.json says with which `settings` its figures were measured. Those of other settings, or of another version, do not compare,
 so that going on with them is refused. What is measured on the way to a figure of results.json is kept in a file each (`Kept`).
 """
 
@@ -69,7 +69,7 @@ def refuse_whole(out: Path) -> NoReturn:
 
 
 def left(out: Path, whole: int, what: str, kept: int, part: str) -> str:
-    """A sentence on what there is of a call that was cut short: `whole` points of results.json, and `kept` runs of others, say."""
+    """What there is of a call that was cut short: `whole` points of results.json, and `kept` runs of others, say."""
     if not whole and not kept:
         return "Nothing was measured yet."
     there = [f"{whole} {what}{'s' * (whole != 1)} in {RESULTS} and {PAGE}"] if whole else []
@@ -78,7 +78,7 @@ def left(out: Path, whole: int, what: str, kept: int, part: str) -> str:
 
 
 class Kept:
-    """What was measured so far, a file each in `DIR/runs/`, whole or absent: a call that is cut short loses only what it was at."""
+    """What was measured so far, a file each in `DIR/runs/`, whole or absent: a call that is cut short loses what it was at."""
 
     def __init__(self, out: Path) -> None:
         self.folder = out / RUNS

@@ -21,7 +21,6 @@ import math
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.command import ended, json_file

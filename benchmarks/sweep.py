@@ -4,8 +4,8 @@
 
 In virtual time (the default) a point is a scenario (`benchmarks.sweep_virtual`), for real a run of `segue train`
 (`benchmarks.sweep_real`). Arms take turns at each point, and the arms of one repeat share their seed. Everything is written after
-each point, and each run is kept as it ends, so that a sweep can be looked at while it goes on, and the same command goes on with one
-that was cut short.
+each point, and each run is kept as it ends: a sweep can be looked at while it goes on, and the same command goes on where one was
+cut short.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def _document(
 
 
 def _write(told: Mapping[str, Any], out: Path) -> None:
-    """results.json comes last: what it has is not drawn again by a later call. Raises `RunFailed` where the disk takes no more."""
+    """results.json comes last: what it has is not drawn again by a later call. Raises `RunFailed` where the disk is full."""
     if told["points"]:
         with disk_errors(out):
             drawn = plots.draw(told, out)
