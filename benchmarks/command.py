@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -43,6 +44,12 @@ def json_file(text: str) -> Path:
     return path
 
 
+def interrupt() -> NoReturn:
+    """Unwind what is at work. Silently: the roles of a virtual world would say at length that their tasks ended so."""
+    logging.disable()
+    raise KeyboardInterrupt
+
+
 class _Interrupts:
     """What SIGINT, SIGTERM and SIGHUP do to a benchmark: the programs it runs are told to stop, and `KeyboardInterrupt` unwinds
     it, which waits for them. Ctrl-C once more ends it at once, and them with it. `first`: the signal that came first."""
@@ -61,7 +68,7 @@ class _Interrupts:
         if self.first is None:
             self.first = number
         children.stop()
-        raise KeyboardInterrupt
+        interrupt()
 
 
 def ended(main: Callable[[], int | None]) -> int:

@@ -13,6 +13,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar
 
+from benchmarks.command import INTERRUPTED, interrupt
 from segue.cluster.processes import die_with_parent
 from segue.errors import RunFailed
 
@@ -82,13 +83,13 @@ def _begin(parent: int) -> None:
 def _play(play: Callable[..., R], arguments: tuple[Any, ...]) -> R | _Failed:
     """In a process of its own, which an interrupt ends once its work has cleaned up: it must not begin with the next item."""
     for number in _INTERRUPTS:
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, lambda *_: interrupt())
     try:
         return play(*arguments)
     except RunFailed as error:
         return _Failed(error.part, error.sentence)
     except KeyboardInterrupt:
-        os._exit(128 + signal.SIGINT)
+        os._exit(INTERRUPTED)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
