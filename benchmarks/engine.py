@@ -21,7 +21,6 @@ import os
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch

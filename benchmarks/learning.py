@@ -258,9 +258,7 @@ def main() -> int:
                 plots = plot(figures, plan.folder)
             print(f"Written: {', '.join(map(str, [plan.folder / RESULTS, *plots]))}.")
             if not plots:
-                print(
-                    f"There is no plot, because matplotlib is not installed: {install('plots')}, and give the command again."
-                )
+                print(f"There is no plot, because matplotlib is not installed: {install('plots')}, and give the command again.")
         return code
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)

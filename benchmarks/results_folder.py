@@ -1,7 +1,6 @@
 """A folder of results: nobody else's, locked while it is filled, and, where it was left half filled, gone on with.
 
-results.json says with which `settings` its points were measured. Points of other settings, or of another commit, are not compared,
-so that going on with them is refused.
+results.json says with which `settings` its points were measured: points of other settings, or of another commit, do not join them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ import json
 import math
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.command import json_file

@@ -235,7 +235,7 @@ def run(sweep: Sweep, about: str | None, arguments: Sequence[str] | None = None)
             shared = _kind(asked.real).setup(asked)
             same = settings(asked, where)
             before = earlier(out, sweep.name, same) or {}
-            if not before.get("machine", where)["quiet"]:
+            if before and not before["machine"]["quiet"]:
                 where = before["machine"]  # rates of a machine that was busy are among the figures
             known = before.get("points", [])
             seconds = next((point["generation_seconds"] for point in known if "generation_seconds" in point), None)

@@ -1,6 +1,6 @@
 """What a scenario reaches in virtual time, and how far that is from what generation or training alone could do.
 
-    python -m benchmarks.virtual SCENARIO [--set KEY=VALUE …] [--no-ceilings] [--json FILE]
+python -m benchmarks.virtual SCENARIO [--set KEY=VALUE …] [--no-ceilings] [--json FILE]
 """
 
 from __future__ import annotations

@@ -356,7 +356,9 @@ def main() -> int:
         return 1 if isinstance(error, RunFailed) else 2
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    told = result.document("virtual.calibrate", figures, seeds=seeds, arguments=vars(args), packages=("torch", "ray"), where=where)
+    told = result.document(
+        "virtual.calibrate", figures, seeds=seeds, arguments=vars(args), packages=("torch", "ray"), where=where
+    )
     result.write(args.json, told)
     print(
         f"predicted {figures['predicted_tokens_per_second']:.1f} trained tokens/s, measured "

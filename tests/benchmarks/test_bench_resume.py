@@ -39,7 +39,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
     with claimed(out, resume=True):
         assert (out / "notes.txt").read_text() == "mine"
     for path in (out / "results.json", out / "results.json" / "more"):
-        with pytest.raises(UserError, match="is not a folder|cannot be made"):
+        with pytest.raises(UserError, match=r"is not a folder|cannot be made"):
             claimed(path).__enter__()
 
 
