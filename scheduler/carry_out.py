@@ -19,7 +19,9 @@ from scheduler.queue import LogReader, Place, SpillFailed
 from segue.clock import Compute
 from segue.config import Config
 from segue.episode import EpisodeSnapshot, Purpose
-from segue.ports import scheduler as port
+from segue.ports import learner as learner_port
+from segue.ports import rollout as rollout_port
+from segue.ports import transfer as transfer_port
 from segue.ports.rpc import PeerError, PeerTimeout, RemoteError, ask
 
 if TYPE_CHECKING:
@@ -38,12 +40,12 @@ def sampling_seed(run_seed: int, purpose: str, group: int, member: int) -> int:
 class SpilledLease:
     """A lease whose log must be read from disk first: beside the loop, so that everybody else is answered meanwhile."""
 
-    def __init__(self, lease: port.Lease, log: LogReader, compute: Compute) -> None:
+    def __init__(self, lease: rollout_port.Lease, log: LogReader, compute: Compute) -> None:
         self._lease = lease
         self._log = log
         self._compute = compute
 
-    async def fetch(self) -> port.Order:
+    async def fetch(self) -> rollout_port.Order:
         """The lease; or a drop, which changes nothing at the node, if it was withdrawn and its log discarded meanwhile."""
         lease = self._lease
         try:
@@ -52,11 +54,11 @@ class SpilledLease:
             if not self._log.gone:
                 raise
         if self._log.gone:
-            return port.Drop(lease.episode, lease.attempt, "withdrawn")
+            return rollout_port.Drop(lease.episode, lease.attempt, "withdrawn")
         return _with_log(lease, payloads)
 
 
-def _with_log(lease: port.Lease, payloads: list[bytes]) -> port.Lease:
+def _with_log(lease: rollout_port.Lease, payloads: list[bytes]) -> rollout_port.Lease:
     assert len(payloads) == lease.snapshot.next_seq, "the log is what the core accepted"
     return msgspec.structs.replace(lease, snapshot=msgspec.structs.replace(lease.snapshot, deltas=payloads))
 
@@ -104,7 +106,7 @@ class CarryOut:
                 after.append(thunk)
         return after
 
-    def _order(self, node: str, session: int, order: port.Order | Later) -> Thunk:
+    def _order(self, node: str, session: int, order: rollout_port.Order | Later) -> Thunk:
         return lambda: self._shell.exchanges.link(node).order(session, order)
 
     # --- episodes -------------------------------------------------------------------------------------------------------
@@ -114,7 +116,7 @@ class CarryOut:
 
     def _grant(self, grant: c.Grant) -> Thunk:
         seed = sampling_seed(self._config.seed, grant.purpose, grant.group, grant.member)
-        lease = port.Lease(
+        lease = rollout_port.Lease(
             episode=grant.episode,
             attempt=grant.attempt,
             group=grant.group,
@@ -122,7 +124,7 @@ class CarryOut:
             purpose=grant.purpose,
             priority=grant.priority,
             task=grant.task,
-            sampling=port.Sampling(grant.temperature, seed),
+            sampling=rollout_port.Sampling(grant.temperature, seed),
             snapshot=EpisodeSnapshot(grant.turn, grant.next_seq, [], grant.seconds),
             slice_tokens=self._config.rollout.slice_tokens if grant.purpose == Purpose.TRAIN else 0,
         )
@@ -131,13 +133,13 @@ class CarryOut:
         return self._order(grant.node, grant.session, order)
 
     def _drop(self, drop: c.DropAttempt) -> Thunk:
-        return self._order(drop.node, drop.session, port.Drop(drop.episode, drop.attempt, drop.reason))
+        return self._order(drop.node, drop.session, rollout_port.Drop(drop.episode, drop.attempt, drop.reason))
 
     def _park(self, park: c.ParkAttempt) -> Thunk:
-        return self._order(park.node, park.session, port.ParkOrder(park.episode, park.attempt))
+        return self._order(park.node, park.session, rollout_port.ParkOrder(park.episode, park.attempt))
 
     def _extend(self, extend: c.ExtendSlice) -> Thunk:
-        order = port.Extend(extend.episode, extend.attempt, self._config.rollout.slice_tokens)
+        order = rollout_port.Extend(extend.episode, extend.attempt, self._config.rollout.slice_tokens)
         return self._order(extend.node, extend.session, order)
 
     # --- batches --------------------------------------------------------------------------------------------------------
@@ -163,7 +165,9 @@ class CarryOut:
 
     def _begin_transfer(self, begin: c.BeginTransfer) -> Thunk:
         update = self._config.update
-        order = port.BeginUpdate(begin.update, begin.transfer, begin.inflight, update.drain_seconds, update.deadline_seconds)
+        order = rollout_port.BeginUpdate(
+            begin.update, begin.transfer, begin.inflight, update.drain_seconds, update.deadline_seconds
+        )
 
         def start() -> None:
             for node, session in begin.nodes:
@@ -172,13 +176,13 @@ class CarryOut:
 
         return start
 
-    async def _send(self, transfer: port.Transfer) -> None:
+    async def _send(self, transfer: transfer_port.Transfer) -> None:
         """Ask the learner to send; how it went comes back as a call of its own."""
         shell = self._shell
         try:
             if shell.sender is None:
                 raise PeerTimeout("the learner is not connected")
-            await ask(shell.sender, port.SEND_WEIGHTS, port.SendWeights(transfer), transfer.deadline_seconds)
+            await ask(shell.sender, learner_port.SEND_WEIGHTS, learner_port.SendWeights(transfer), transfer.deadline_seconds)
         except (PeerError, RemoteError) as error:
             reason = "timeout" if isinstance(error, PeerTimeout) else "lost" if isinstance(error, PeerError) else "error"
             shell.core.tables.tally.count("rpc_failures", reason)
@@ -186,7 +190,7 @@ class CarryOut:
             await shell.send_failed(transfer.transfer, f"the learner did not take the request ({error})")
 
     def _abandon(self, abandon: c.Abandon) -> Thunk:
-        return self._order(abandon.node, abandon.session, port.AbandonUpdate(abandon.update, abandon.reason))
+        return self._order(abandon.node, abandon.session, rollout_port.AbandonUpdate(abandon.update, abandon.reason))
 
     def _update_done(self, done: c.UpdateDone) -> Thunk:
         data = {
@@ -222,7 +226,7 @@ class CarryOut:
     def _stop_nodes(self, stop: c.StopNodes) -> Thunk:
         def send() -> None:
             for node, session in stop.nodes:
-                self._shell.exchanges.link(node).order(session, port.Stop(stop.reason))
+                self._shell.exchanges.link(node).order(session, rollout_port.Stop(stop.reason))
 
         return send
 

@@ -22,7 +22,7 @@ from scheduler.errors import CallRefused
 from scheduler.links import NodeLink
 from segue.clock import now as loop_now
 from segue.config import Config
-from segue.ports import scheduler as port
+from segue.ports import rollout as rollout_port
 from segue.ports.rpc import Peer
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Exchanges:
         """What each node last said of itself."""
         return {name: link.counts for name, link in self._links.items() if link.counts}
 
-    async def exchange(self, exchange: port.Exchange) -> port.ExchangeReply:
+    async def exchange(self, exchange: rollout_port.Exchange) -> rollout_port.ExchangeReply:
         """Answer one exchange."""
         link = self.link(exchange.node)
         async with link.lock:
@@ -74,7 +74,7 @@ class Exchanges:
             link.replied_at = loop_now()
             return reply
 
-    async def _answer(self, link: NodeLink, exchange: port.Exchange) -> port.ExchangeReply:
+    async def _answer(self, link: NodeLink, exchange: rollout_port.Exchange) -> rollout_port.ExchangeReply:
         shell = self._shell
         tally = shell.core.tables.tally
         if exchange.session > link.session and exchange.info is not None:
@@ -103,7 +103,9 @@ class Exchanges:
             return self._reply(exchange, fenced=True)
         return await self._take_in(link, exchange, heard)
 
-    async def _take_in(self, link: NodeLink, exchange: port.Exchange, heard: e.NodeJoined | e.NodeHeard) -> port.ExchangeReply:
+    async def _take_in(
+        self, link: NodeLink, exchange: rollout_port.Exchange, heard: e.NodeJoined | e.NodeHeard
+    ) -> rollout_port.ExchangeReply:
         """Every event of the exchange, in order, as one commit."""
         shell, now = self._shell, loop_now()
         refused: dict[tuple[int, int], None] = {}
@@ -130,20 +132,20 @@ class Exchanges:
         return reply
 
     def _take_in_one(
-        self, exchange: port.Exchange, event: port.NodeEvent, now: float
+        self, exchange: rollout_port.Exchange, event: rollout_port.NodeEvent, now: float
     ) -> tuple[Sequence[Command], list[Callable[[], None]]]:
         shell, queue = self._shell, self._shell.queue
-        if isinstance(event, port.Delta):
+        if isinstance(event, rollout_port.Delta):
             commands, after = shell.take(event.head, now)
             if not commands:
                 queue.append(event.head.episode, event.payload)
             return commands, after
-        if isinstance(event, port.Loaded | port.LoadFailed):
+        if isinstance(event, rollout_port.Loaded | rollout_port.LoadFailed):
             return shell.take(e.FromNode(exchange.node, exchange.session, event), now)
-        if isinstance(event, port.Finish):
+        if isinstance(event, rollout_port.Finish):
             whole = event.next_seq == queue.count(event.episode)
             if whole and event.checksum != queue.checksum(event.episode):
-                return shell.take(port.Fail(event.episode, event.attempt, "infra", "checksum"), now)
+                return shell.take(rollout_port.Fail(event.episode, event.attempt, "infra", "checksum"), now)
             commands, after = shell.take(event, now)
             if not any(isinstance(command, Refuse | Resend) for command in commands):
                 queue.finished(event.episode)
@@ -152,12 +154,12 @@ class Exchanges:
 
     def _reply(
         self,
-        exchange: port.Exchange,
+        exchange: rollout_port.Exchange,
         refused: list[tuple[int, int]] | None = None,
         resend: list[tuple[int, int, int]] | None = None,
         fenced: bool = False,
-    ) -> port.ExchangeReply:
-        return port.ExchangeReply(
+    ) -> rollout_port.ExchangeReply:
+        return rollout_port.ExchangeReply(
             number=exchange.number,
             refused=refused or [],
             resend=resend or [],

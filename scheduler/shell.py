@@ -42,7 +42,10 @@ from segue.episode import Task
 from segue.errors import RunFailed, UserError, WireError
 from segue.metrics.registry import Metrics
 from segue.metrics.states import StateClock
-from segue.ports import scheduler as port
+from segue.ports import driver as driver_port
+from segue.ports import learner as learner_port
+from segue.ports import rollout as rollout_port
+from segue.ports import transfer as transfer_port
 from segue.ports.journal import Journal, MemoryJournal, Record
 from segue.ports.rpc import Done, Failure, Peer, Service
 from segue.rundir import RunDir
@@ -151,23 +154,23 @@ class SchedulerShell:
         """Answer one call."""
         _body.set(body)
         self.core.tables.tally.count("received")
-        if method == port.TAKE_BATCH.name:
+        if method == learner_port.TAKE_BATCH.name:
             return await self._take_batch(body)
         return await self.service.handle(method, body)
 
     def _route(self) -> None:
         add = self.service.add
-        add(port.EXCHANGE, self.exchanges.exchange)
-        add(port.TRAINED, self._trained)
-        add(port.PUBLISH, self._publish)
-        add(port.COMMITTED, self._committed)
-        add(port.TRANSFER_RESULT, self._transfer_result)
-        add(port.OPEN_TRAINING, self._open_training)
-        add(port.START_EVAL, self._start_eval)
-        add(port.EVAL_STATE, self._eval_state)
-        add(port.WATCH_EVENTS, self._watch_events)
-        add(port.GET_STATUS, self._get_status)
-        add(port.STOP_RUN, self._stop_run)
+        add(rollout_port.EXCHANGE, self.exchanges.exchange)
+        add(learner_port.TRAINED, self._trained)
+        add(learner_port.PUBLISH, self._publish)
+        add(learner_port.COMMITTED, self._committed)
+        add(learner_port.TRANSFER_RESULT, self._transfer_result)
+        add(driver_port.OPEN_TRAINING, self._open_training)
+        add(driver_port.START_EVAL, self._start_eval)
+        add(driver_port.EVAL_STATE, self._eval_state)
+        add(driver_port.WATCH_EVENTS, self._watch_events)
+        add(driver_port.GET_STATUS, self._get_status)
+        add(driver_port.STOP_RUN, self._stop_run)
 
     def _on_error(self, method: str, error: Exception) -> None:
         log.error("%s was answered with an error: %s", method, error, exc_info=error)
@@ -317,20 +320,20 @@ class SchedulerShell:
 
     async def _take_batch(self, body: bytes) -> bytes:
         try:
-            request = wire.decode(body, port.TakeBatch)
+            request = wire.decode(body, learner_port.TakeBatch)
             plans = self.delivery.plans
             if request.step < self.core.progress.committed:
                 raise CallRefused(f"the batch of step {request.step} is committed and gone")
             await self._until(lambda: request.step in plans or bool(self.stopped), request.wait)
             if self.stopped or request.step not in plans:
-                return wire.encode(port.BatchReply(None, self.stopped, opened=self.core.progress.steps > 0))
+                return wire.encode(learner_port.BatchReply(None, self.stopped, opened=self.core.progress.steps > 0))
             await self.commit("take_batch", [e.BatchTaken(request.step)])
             return await self.delivery.encoded(request.step)
         except Exception as error:
-            self._on_error(port.TAKE_BATCH.name, error)
+            self._on_error(learner_port.TAKE_BATCH.name, error)
             return wire.encode(Failure("internal", type(error).__name__, str(error)))
 
-    async def _trained(self, report: port.TrainedReport) -> port.TrainedReply:
+    async def _trained(self, report: learner_port.TrainedReport) -> learner_port.TrainedReply:
         news = report.step == self.core.progress.trained
         now = loop_now()
         with self.clock.in_state("dispatch"):
@@ -341,25 +344,25 @@ class SchedulerShell:
                 after += [lambda: self.events.add("step", data), self.wake]
         await self.settle("trained", now, after)
         if not report.cut:
-            return port.TrainedReply(None)
+            return learner_port.TrainedReply(None)
         if self._cut is None or self._cut[0] != report.step:
             raise CallRefused(f"the cut at step {report.step} is gone: {self.core.progress.trained} steps are trained")
-        return port.TrainedReply(self._cut[1])
+        return learner_port.TrainedReply(self._cut[1])
 
     def cut(self) -> bytes:
         """What a checkpoint must hold of the scheduler, as of now; meant to be taken with a trained acknowledgement."""
         return wire.encode(ShellCut(self.core.cut(), self._stream.state()))
 
-    async def _publish(self, publish: port.Publish) -> port.PublishReply:
+    async def _publish(self, publish: learner_port.Publish) -> learner_port.PublishReply:
         self._ledger.reserve(self.core.tables.versions.next_id + 1)
         await self.commit("publish", [e.WeightsReady(publish.step, publish.address)])
-        return port.PublishReply(self.core.tables.versions.newest)
+        return learner_port.PublishReply(self.core.tables.versions.newest)
 
-    async def _committed(self, report: port.Committed) -> Done:
+    async def _committed(self, report: learner_port.Committed) -> Done:
         await self.commit("committed", [e.BatchesCommitted(report.step)])
         return Done()
 
-    async def _transfer_result(self, result: port.TransferResult) -> Done:
+    async def _transfer_result(self, result: transfer_port.TransferResult) -> Done:
         await self.commit("transfer_result", [result])
         return Done()
 
@@ -370,31 +373,31 @@ class SchedulerShell:
 
     # --- driver ---------------------------------------------------------------------------------------------------------
 
-    async def _open_training(self, request: port.OpenTraining) -> Done:
+    async def _open_training(self, request: driver_port.OpenTraining) -> Done:
         await self.commit("open_training", [e.TrainingOpened(request.steps)])
         return Done()
 
-    async def _start_eval(self, request: port.StartEval) -> Done:
+    async def _start_eval(self, request: driver_port.StartEval) -> Done:
         await self.commit("start_eval", [e.EvalStarted(request.name, request.tasks, request.temperature)])
         return Done()
 
-    async def _eval_state(self, request: port.EvalState) -> port.EvalStateReply:
+    async def _eval_state(self, request: driver_port.EvalState) -> driver_port.EvalStateReply:
         run = self.core.eval_run(request.name)
         if run is None:
             raise CallRefused(f"there is no evaluation {request.name!r}")
         counts = (run.n, run.finished, run.failed, run.success, run.rewards, run.done)
-        return port.EvalStateReply(*counts, run.example, run.users, run.raised)
+        return driver_port.EvalStateReply(*counts, run.example, run.users, run.raised)
 
-    async def _watch_events(self, request: port.WatchEvents) -> port.EventsReply:
+    async def _watch_events(self, request: driver_port.WatchEvents) -> driver_port.EventsReply:
         await self._until(lambda: bool(self.events.after(request.after)), request.wait)
-        return port.EventsReply(self.events.after(request.after))
+        return driver_port.EventsReply(self.events.after(request.after))
 
-    async def _get_status(self, request: port.GetStatus) -> port.Status:
+    async def _get_status(self, request: driver_port.GetStatus) -> driver_port.Status:
         self.report.export()
         nodes = self.exchanges.counts()
-        return port.Status({**self.report.status(), "node_counts": nodes, "states": self.clock.seconds()})
+        return driver_port.Status({**self.report.status(), "node_counts": nodes, "states": self.clock.seconds()})
 
-    async def _stop_run(self, request: port.StopRun) -> Done:
+    async def _stop_run(self, request: driver_port.StopRun) -> Done:
         await self.commit("stop_run", [e.StopRequested(request.reason)])
         self.release(request.reason or "the run is stopped")
         return Done()

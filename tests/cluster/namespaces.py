@@ -6,6 +6,7 @@ They share the file system, which stands for shared storage, and the process ids
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -36,7 +37,11 @@ def lacking() -> str:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr.strip()}"
+
+
+_made = itertools.count()
 
 
 class Hosts:
@@ -44,7 +49,8 @@ class Hosts:
 
     def __init__(self, count: int) -> None:
         number = os.getpid()
-        self._tag = f"sg{number % 100000}"
+        # Names of their own for each set: the kernel takes a deleted namespace's cables away later, when it likes.
+        self._tag = f"sg{number % 100000}{chr(ord('a') + next(_made) % 26)}"
         self._net = f"10.77.{number % 250 + 1}"
         self._count = count
         self._bridge = f"{self._tag}br"
@@ -105,5 +111,6 @@ class Hosts:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 time.sleep(0.05)
+            subprocess.run(["ip", "link", "delete", self._cable(host)], capture_output=True)
             subprocess.run(["ip", "netns", "delete", self.name(host)], capture_output=True)
         subprocess.run(["ip", "link", "delete", self._bridge], capture_output=True)

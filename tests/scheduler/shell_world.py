@@ -20,7 +20,10 @@ from segue.episode import log_checksum
 from segue.metrics.registry import Metrics
 from segue.metrics.states import StateClock
 from segue.metrics.vocabulary import STATES
-from segue.ports import scheduler as port
+from segue.ports import driver as driver_port
+from segue.ports import learner as learner_port
+from segue.ports import rollout as rollout_port
+from segue.ports import transfer as transfer_port
 from segue.ports.journal import MemoryJournal
 from segue.ports.rpc import Done, PeerLost, PeerTimeout, Service, ask
 
@@ -87,8 +90,8 @@ class FakeNode:
         self.number = 0
         self.version = -1
         self.orders_seen = 0
-        self.orders: list[port.Order] = []
-        self.events: list[port.NodeEvent] = []
+        self.orders: list[rollout_port.Order] = []
+        self.events: list[rollout_port.NodeEvent] = []
         self.episodes: dict[int, asyncio.Task[None]] = {}
         self.attempts: dict[int, int] = {}
         self.flush = asyncio.Event()
@@ -102,7 +105,7 @@ class FakeNode:
         self.alive = True
         self.up = Channel("scheduler-0", shell.handle, loss, seed=zlib.crc32(name.encode()))
         self.service = Service()
-        self.service.add(port.ORDERS, self._orders)
+        self.service.add(rollout_port.ORDERS, self._orders)
         self.down = Channel(name, self.service.handle, loss, seed=len(name))
         shell.connect(name, self.down)
 
@@ -130,12 +133,12 @@ class FakeNode:
                 self._drop_all()
                 self.session += 1
                 self.number, self.version, self.orders_seen = 0, -1, 0
-                info = port.NodeInfo(self.places, self.places)
+                info = rollout_port.NodeInfo(self.places, self.places)
             else:
                 info = None
                 await self._flushed(reply.flush_after, lease / 3)
             events, self.events = self.events, []
-            exchange = port.Exchange(self.name, self.session, self.number, events, self.orders_seen, info)
+            exchange = rollout_port.Exchange(self.name, self.session, self.number, events, self.orders_seen, info)
             reply = await self._until_answered(exchange, lease)
             self.number += 1
             for episode, attempt in reply.refused:
@@ -149,40 +152,40 @@ class FakeNode:
         except TimeoutError:
             pass
 
-    async def _until_answered(self, exchange: port.Exchange, lease: float) -> port.ExchangeReply:
+    async def _until_answered(self, exchange: rollout_port.Exchange, lease: float) -> rollout_port.ExchangeReply:
         started = now()
         while True:
             try:
                 self.exchanges += 1
-                return await ask(self.up, port.EXCHANGE, exchange, timeout=lease / 10)
+                return await ask(self.up, rollout_port.EXCHANGE, exchange, timeout=lease / 10)
             except PeerTimeout:
                 if now() - started > 0.8 * lease:
-                    return port.ExchangeReply(exchange.number, [], [], 0.1, lease, fenced=True)
+                    return rollout_port.ExchangeReply(exchange.number, [], [], 0.1, lease, fenced=True)
 
     # --- orders ---------------------------------------------------------------------------------------------------------
 
-    async def _orders(self, orders: port.Orders) -> port.OrdersSeen:
+    async def _orders(self, orders: rollout_port.Orders) -> rollout_port.OrdersSeen:
         if orders.session == self.session:
             for number, order in enumerate(orders.orders, orders.first):
                 assert number <= self.orders_seen, "orders come without gaps"
                 if number == self.orders_seen:
                     self.orders_seen += 1
                     self._obey(order)
-        return port.OrdersSeen(self.session, self.orders_seen)
+        return rollout_port.OrdersSeen(self.session, self.orders_seen)
 
-    def _obey(self, order: port.Order) -> None:
+    def _obey(self, order: rollout_port.Order) -> None:
         self.orders.append(order)
-        if isinstance(order, port.Lease):
+        if isinstance(order, rollout_port.Lease):
             if order.attempt > self.attempts.get(order.episode, 0):
                 self._stop(order.episode)
                 self.attempts[order.episode] = order.attempt
                 self.episodes[order.episode] = asyncio.get_running_loop().create_task(self._episode(order))
-        elif isinstance(order, port.Drop):
+        elif isinstance(order, rollout_port.Drop):
             self._stop(order.episode, order.attempt)
-            self._say(port.Discarded(order.episode, order.attempt))
-        elif isinstance(order, port.BeginUpdate) and not self.ignores_updates:
+            self._say(rollout_port.Discarded(order.episode, order.attempt))
+        elif isinstance(order, rollout_port.BeginUpdate) and not self.ignores_updates:
             self._background(self._update(order))
-        elif isinstance(order, port.Stop):
+        elif isinstance(order, rollout_port.Stop):
             self._drop_all()
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -196,49 +199,49 @@ class FakeNode:
             if work is not None:
                 work.cancel()
 
-    async def _update(self, order: port.BeginUpdate) -> None:
+    async def _update(self, order: rollout_port.BeginUpdate) -> None:
         try:
             async with asyncio.timeout(order.transfer.deadline_seconds):
                 await self.broadcasts.of(order.transfer.transfer).wait()
         except TimeoutError:
-            self._say(port.LoadFailed(order.update, order.transfer.version, "transfer", False), urgent=True)
+            self._say(rollout_port.LoadFailed(order.update, order.transfer.version, "transfer", False), urgent=True)
             return
         await asyncio.sleep(0.1)
         self.version = order.transfer.version
-        self._say(port.Loaded(order.update, order.transfer.version, 0.1, 0.0, 0.1), urgent=True)
+        self._say(rollout_port.Loaded(order.update, order.transfer.version, 0.1, 0.0, 0.1), urgent=True)
 
-    def _say(self, event: port.NodeEvent, urgent: bool = False) -> None:
+    def _say(self, event: rollout_port.NodeEvent, urgent: bool = False) -> None:
         self.events.append(event)
         if urgent or len(self.events) == 1:
             self.flush.set()
 
     # --- an episode -----------------------------------------------------------------------------------------------------
 
-    async def _episode(self, lease: port.Lease) -> None:
+    async def _episode(self, lease: rollout_port.Lease) -> None:
         assert len(lease.snapshot.deltas) == lease.snapshot.next_seq
         log = list(lease.snapshot.deltas)
         for turn in range(lease.snapshot.turn + 1, self.turns):
             if self.fails_with is not None:
-                self._say(port.Fail(lease.episode, lease.attempt, *self.fails_with), urgent=True)
+                self._say(rollout_port.Fail(lease.episode, lease.attempt, *self.fails_with), urgent=True)
                 return
             await asyncio.sleep(self.turn_seconds)
             self._delta(lease, log, turn)
         await asyncio.sleep(0.01 * lease.episode % 0.5)
         reward = float(self.turns * (lease.episode % 2))
         checksum = log_checksum(log) ^ (1 if lease.episode in self.corrupt and lease.attempt == 1 else 0)
-        finish = port.Finish(
+        finish = rollout_port.Finish(
             lease.episode, lease.attempt, len(log), "terminated", self.turns, reward, checksum, 1.0, {"success": reward}
         )
         self.episodes.pop(lease.episode, None)
         self._say(finish, urgent=True)
 
-    def _delta(self, lease: port.Lease, log: list[bytes], turn: int) -> None:
+    def _delta(self, lease: rollout_port.Lease, log: list[bytes], turn: int) -> None:
         version, tokens = self.version, 5
         payload = json.dumps(
             {"episode": lease.episode, "attempt": lease.attempt, "seq": len(log), "version": version, "tokens": tokens}
         ).encode()
         payload += b" " * max(0, self.payload_bytes - len(payload))
-        head = port.DeltaHead(
+        head = rollout_port.DeltaHead(
             episode=lease.episode,
             attempt=lease.attempt,
             seq=len(log),
@@ -248,7 +251,7 @@ class FakeNode:
             reward=float(lease.episode % 2),
         )
         log.append(payload)
-        self._say(port.Delta(head, payload))
+        self._say(rollout_port.Delta(head, payload))
 
 
 class FakeLearner:
@@ -263,16 +266,16 @@ class FakeLearner:
         self.cut_every = 0
         self.cuts: dict[int, bytes] = {}
         self.versions: list[int] = []
-        self.batches: list[port.Batch] = []
+        self.batches: list[learner_port.Batch] = []
         self.groups: set[int] = set()
-        self.transfers: list[port.Transfer] = []
+        self.transfers: list[transfer_port.Transfer] = []
         self.sends = True
         self.broadcasts = Broadcasts()
         self.stopped = ""
         self.tasks: set[asyncio.Task[None]] = set()
         self.up = Channel("scheduler-0", shell.handle, loss, seed=77)
         self.service = Service()
-        self.service.add(port.SEND_WEIGHTS, self._send)
+        self.service.add(learner_port.SEND_WEIGHTS, self._send)
         self.down = Channel("learner-0", self.service.handle, loss, seed=78)
         shell.connect("learner-0", self.down)
 
@@ -283,7 +286,7 @@ class FakeLearner:
             except PeerTimeout:
                 continue
 
-    async def _send(self, request: port.SendWeights) -> Done:
+    async def _send(self, request: learner_port.SendWeights) -> Done:
         known = any(t.transfer == request.transfer.transfer for t in self.transfers)
         if self.sends and not known:
             self.transfers.append(request.transfer)
@@ -291,14 +294,14 @@ class FakeLearner:
             self.tasks.add(work)
         return Done()
 
-    async def _sent(self, transfer: port.Transfer) -> None:
+    async def _sent(self, transfer: transfer_port.Transfer) -> None:
         await asyncio.sleep(0.2)
         self.broadcasts.of(transfer.transfer).set()
-        result = port.TransferResult(transfer.version, transfer.transfer, True, [], "", 1000, 0.05, 0.2)
-        await self._call(port.TRANSFER_RESULT, result)
+        result = transfer_port.TransferResult(transfer.version, transfer.transfer, True, [], "", 1000, 0.05, 0.2)
+        await self._call(learner_port.TRANSFER_RESULT, result)
 
     async def publish(self) -> None:
-        reply = await self._call(port.PUBLISH, port.Publish(self.step, "here:1"))
+        reply = await self._call(learner_port.PUBLISH, learner_port.Publish(self.step, "here:1"))
         self.versions.append(reply.version)
 
     async def train(self, steps: int) -> None:
@@ -312,25 +315,25 @@ class FakeLearner:
             self._check(batch)
             await asyncio.sleep(self.train_seconds)
             cut = self.cut_every > 0 and (self.step + 1) % self.cut_every == 0
-            reply = await self._call(port.TRAINED, port.TrainedReport(self.step, {"loss": 0.5}, [1, 2], cut))
+            reply = await self._call(learner_port.TRAINED, learner_port.TrainedReport(self.step, {"loss": 0.5}, [1, 2], cut))
             self.step += 1
             if cut:
                 self.cuts[self.step] = reply.cut
             if self.commit_every and self.step % self.commit_every == 0:
-                await self._call(port.COMMITTED, port.Committed(self.step))
+                await self._call(learner_port.COMMITTED, learner_port.Committed(self.step))
             await self.publish()
 
-    async def _take(self) -> port.Batch | None:
+    async def _take(self) -> learner_port.Batch | None:
         while True:
-            reply = await self._call(port.TAKE_BATCH, port.TakeBatch(self.step, 0, 3.0))
+            reply = await self._call(learner_port.TAKE_BATCH, learner_port.TakeBatch(self.step, 0, 3.0))
             if reply.stop:
                 self.stopped = reply.stop
                 return None
-            batch: port.Batch | None = reply.batch
+            batch: learner_port.Batch | None = reply.batch
             if batch is not None:
                 return batch
 
-    def _check(self, batch: port.Batch) -> None:
+    def _check(self, batch: learner_port.Batch) -> None:
         assert batch.step == self.step
         assert len(batch.groups) == self.config.batch.groups
         self.batches.append(batch)
@@ -381,7 +384,7 @@ class ShellWorld:
         await self.shell.start()
         for node in self.nodes:
             node.start()
-        await ask(self.driver, port.OPEN_TRAINING, port.OpenTraining(self.config.steps), 10.0)
+        await ask(self.driver, driver_port.OPEN_TRAINING, driver_port.OpenTraining(self.config.steps), 10.0)
 
     async def train(self, steps: int) -> None:
         """Start, train, and stop; the shell must not have failed."""
@@ -400,9 +403,9 @@ class ShellWorld:
         assert not failed, self.shell.stopped
 
     async def status(self) -> dict[str, Any]:
-        reply = await ask(self.driver, port.GET_STATUS, port.GetStatus(), 10.0)
-        assert wire.decode(wire.encode(reply), port.Status) == reply
+        reply = await ask(self.driver, driver_port.GET_STATUS, driver_port.GetStatus(), 10.0)
+        assert wire.decode(wire.encode(reply), driver_port.Status) == reply
         return reply.data
 
-    async def events(self, after: int = 0) -> list[port.RunEvent]:
-        return (await ask(self.driver, port.WATCH_EVENTS, port.WatchEvents(after, 0.0), 10.0)).events
+    async def events(self, after: int = 0) -> list[driver_port.RunEvent]:
+        return (await ask(self.driver, driver_port.WATCH_EVENTS, driver_port.WatchEvents(after, 0.0), 10.0)).events

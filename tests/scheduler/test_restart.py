@@ -17,7 +17,7 @@ from scheduler.shell import ShellCut
 from segue import wire
 from segue.episode import State
 from segue.errors import RunFailed, WireError
-from segue.ports import scheduler as port
+from segue.ports import learner as learner_port
 
 
 async def first_life(folder: Path, steps: int, cut_at: int) -> ShellWorld:
@@ -139,8 +139,8 @@ def test_the_cut_is_that_of_its_acknowledgement_also_when_the_report_is_repeated
         await world.start()
         await world.learner.train(3)
         await asyncio.sleep(3.0)
-        report = port.TrainedReport(2, {}, [], cut=True)
-        reply = wire.decode(await world.shell.handle("trained", wire.encode(report)), port.TrainedReply)
+        report = learner_port.TrainedReport(2, {}, [], cut=True)
+        reply = wire.decode(await world.shell.handle("trained", wire.encode(report)), learner_port.TrainedReply)
         assert reply.cut == world.learner.cuts[3]
         await world.stop()
 

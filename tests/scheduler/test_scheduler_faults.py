@@ -12,7 +12,8 @@ from shell_world import ShellWorld, run
 from scheduler.core import events as e
 from segue.clock import now
 from segue.episode import DropReason
-from segue.ports import scheduler as port
+from segue.ports import driver as driver_port
+from segue.ports import learner as learner_port
 from segue.ports.rpc import ask
 
 
@@ -130,7 +131,7 @@ def test_f57_a_wake_up_that_is_meant_for_others_ends_no_wait_and_none_is_missed(
     async def course() -> None:
         world = ShellWorld(tmp_path)
         await world.shell.start()
-        await ask(world.driver, port.OPEN_TRAINING, port.OpenTraining(100), 10.0)
+        await ask(world.driver, driver_port.OPEN_TRAINING, driver_port.OpenTraining(100), 10.0)
         looks = 0
         until = world.shell._until
 
@@ -144,7 +145,10 @@ def test_f57_a_wake_up_that_is_meant_for_others_ends_no_wait_and_none_is_missed(
 
         world.shell._until = counting  # type: ignore[method-assign]
         began = now()
-        waiters = [asyncio.create_task(ask(world.driver, port.TAKE_BATCH, port.TakeBatch(0, r, 7.5), 99.0)) for r in range(3)]
+        waiters = [
+            asyncio.create_task(ask(world.driver, learner_port.TAKE_BATCH, learner_port.TakeBatch(0, r, 7.5), 99.0))
+            for r in range(3)
+        ]
         for _ in range(5):
             await asyncio.sleep(1.0)
             world.shell.wake()
@@ -153,7 +157,10 @@ def test_f57_a_wake_up_that_is_meant_for_others_ends_no_wait_and_none_is_missed(
         assert looks <= 3 * (1 + 5 + 1), "one look per wake and waiter"
         for node in world.nodes:
             node.start()
-        waiters = [asyncio.create_task(ask(world.driver, port.TAKE_BATCH, port.TakeBatch(0, r, 1e6), 2e6)) for r in range(3)]
+        waiters = [
+            asyncio.create_task(ask(world.driver, learner_port.TAKE_BATCH, learner_port.TakeBatch(0, r, 1e6), 2e6))
+            for r in range(3)
+        ]
         await world.learner.publish()
         assert all(reply.batch is not None for reply in await asyncio.gather(*waiters))
         assert now() - began < 100.0

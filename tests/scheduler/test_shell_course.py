@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from shell_world import ShellWorld, run
 
-from segue.ports import scheduler as port
+from segue.ports import driver as driver_port
+from segue.ports import rollout as rollout_port
 from segue.ports.rpc import ask
 
 
@@ -60,7 +61,7 @@ def test_a_dead_node_is_fenced_and_its_episodes_go_on_elsewhere(tmp_path: Path) 
         moved = [
             lease
             for lease in world.nodes[0].orders
-            if isinstance(lease, port.Lease) and lease.attempt > 1 and lease.snapshot.deltas
+            if isinstance(lease, rollout_port.Lease) and lease.attempt > 1 and lease.snapshot.deltas
         ]
         assert moved, "they go on from their deltas, not from scratch"
         warnings = [event.data["sentence"] for event in await world.events() if event.what == "warning"]
@@ -85,7 +86,7 @@ def test_a_node_that_comes_back_joins_under_a_new_session(tmp_path: Path) -> Non
         node.start()
         await training
         assert node.session == 2
-        assert any(isinstance(order, port.Lease) for order in node.orders)
+        assert any(isinstance(order, rollout_port.Lease) for order in node.orders)
         await world.stop()
 
     run(course)
@@ -174,13 +175,13 @@ def test_evaluation_runs_beside_training_and_is_counted_apart(tmp_path: Path) ->
         await world.start()
         await world.learner.publish()
         tasks = [*world.shell._stream.take(7)]
-        await ask(world.driver, port.START_EVAL, port.StartEval("before", tasks, 0.0), 10.0)
+        await ask(world.driver, driver_port.START_EVAL, driver_port.StartEval("before", tasks, 0.0), 10.0)
         await world.learner.train(5)
-        state = await ask(world.driver, port.EVAL_STATE, port.EvalState("before"), 10.0)
+        state = await ask(world.driver, driver_port.EVAL_STATE, driver_port.EvalState("before"), 10.0)
         assert (state.n, state.finished, state.failed, state.done) == (7, 7, 0, True)
         assert len(state.success) == len(state.rewards) == 7
         assert [event.data for event in await world.events() if event.what == "eval"] == [{"name": "before"}]
-        leases = [o for node in world.nodes for o in node.orders if isinstance(o, port.Lease)]
+        leases = [o for node in world.nodes for o in node.orders if isinstance(o, rollout_port.Lease)]
         evals = [lease for lease in leases if lease.purpose == "eval"]
         assert len(evals) == 7 and all(lease.sampling.temperature == 0.0 for lease in evals)
         assert world.shell.core.tables.episodes.admitted == 20

@@ -18,7 +18,7 @@ from test_shell_protocol import Hand, delta, finish
 from rollout.outbox import Acknowledged, ExchangeLoop, OrderInbox, Outbox
 from segue.clock import now
 from segue.metrics.registry import Metrics
-from segue.ports import scheduler as port
+from segue.ports import rollout as rollout_port
 from segue.ports.rpc import Service
 
 TURNS = 3
@@ -36,14 +36,14 @@ class ModelNode:
         self.tasks: set[asyncio.Task[None]] = set()
         self.up = Channel("scheduler-0", world.shell.handle)
         service = Service()
-        service.add(port.ORDERS, self._orders)
+        service.add(rollout_port.ORDERS, self._orders)
         self.down = Channel(self.name, service.handle)
         self.inbox = OrderInbox(1)
         self.places = places
 
     def start(self) -> None:
         lease = self.world.config.scheduler.lease_seconds
-        self.outbox = Outbox(self.name, 1, port.NodeInfo(self.places, self.places), lease, now())
+        self.outbox = Outbox(self.name, 1, rollout_port.NodeInfo(self.places, self.places), lease, now())
         self.exchange = ExchangeLoop(
             self.outbox,
             self.up,
@@ -67,26 +67,26 @@ class ModelNode:
     def _settled(self, settled: Acknowledged) -> None:
         assert not settled.fenced and not settled.unfillable
 
-    def _say(self, event: port.NodeEvent) -> None:
+    def _say(self, event: rollout_port.NodeEvent) -> None:
         before = self.outbox.due()
         self.outbox.put(event, now(), urgent=True)
         if self.outbox.due() < before:
             self.exchange.wake()
 
-    async def _orders(self, orders: port.Orders) -> port.OrdersSeen:
+    async def _orders(self, orders: rollout_port.Orders) -> rollout_port.OrdersSeen:
         for order in self.inbox.take(orders):
-            if isinstance(order, port.Lease):
+            if isinstance(order, rollout_port.Lease):
                 self._spawn(self._episode(order))
-            elif isinstance(order, port.BeginUpdate):
+            elif isinstance(order, rollout_port.BeginUpdate):
                 self._spawn(self._update(order))
-        return port.OrdersSeen(1, self.inbox.upto)
+        return rollout_port.OrdersSeen(1, self.inbox.upto)
 
-    async def _update(self, order: port.BeginUpdate) -> None:
+    async def _update(self, order: rollout_port.BeginUpdate) -> None:
         await asyncio.sleep(0.3)
         self.version = order.transfer.version
-        self._say(port.Loaded(order.update, order.transfer.version, 0.1, 0.0, 0.1))
+        self._say(rollout_port.Loaded(order.update, order.transfer.version, 0.1, 0.0, 0.1))
 
-    async def _episode(self, lease: port.Lease) -> None:
+    async def _episode(self, lease: rollout_port.Lease) -> None:
         log: list[bytes] = []
         for turn in range(TURNS):
             await asyncio.sleep(self.random.uniform(0.2, 0.8))
@@ -173,14 +173,14 @@ def test_orders_gather_and_the_first_after_a_silence_goes_at_once(tmp_path: Path
         await asyncio.sleep(5.0)
         begin, before = now(), len(hand.pushes)
         for number in range(100):
-            link.order(1, port.Extend(number, 1, 5))
+            link.order(1, rollout_port.Extend(number, 1, 5))
             await asyncio.sleep(0.01)
             if number == 0:
                 assert len(hand.pushes) == before + 1, "at once"
         await asyncio.sleep(1.0)
         assert len(hand.orders) == 100 and link.waiting == 0
         assert len(hand.pushes) - before <= (now() - begin) / world.shell.exchanges.order_after() + 1
-        many = [port.Extend(number, 1, 5) for number in range(3000)]
+        many = [rollout_port.Extend(number, 1, 5) for number in range(3000)]
         pushes, begin = len(hand.pushes), now()
         for order in many:
             link.order(1, order)

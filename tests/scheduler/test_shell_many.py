@@ -11,7 +11,8 @@ import pytest
 from shell_world import FakeNode, ShellWorld, run
 
 from segue import wire
-from segue.ports import scheduler as port
+from segue.ports import driver as driver_port
+from segue.ports import learner as learner_port
 from segue.ports.rpc import RemoteError, ask
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def test_a_mistake_of_the_schedulers_own_is_never_taken_for_a_callers(tmp_path: 
 
         world.shell.report.export = broken  # type: ignore[method-assign]
         with pytest.raises(RemoteError, match="zip"):
-            await ask(world.driver, port.GET_STATUS, port.GetStatus(), 10.0)
+            await ask(world.driver, driver_port.GET_STATUS, driver_port.GetStatus(), 10.0)
         assert world.shell.failed and "ValueError: zip()" in world.shell.stopped
         del world.shell.report.export
         await world.shell.stop()
@@ -71,10 +72,10 @@ def test_a_learner_that_waits_is_told_whether_training_was_opened(tmp_path: Path
     async def course() -> None:
         world = ShellWorld(tmp_path, nodes=0)
         await world.shell.start()
-        take = port.TakeBatch(0, 0, 1.0)
-        assert not (await ask(world.driver, port.TAKE_BATCH, take, 10.0)).opened
-        await ask(world.driver, port.OPEN_TRAINING, port.OpenTraining(1), 10.0)
-        assert (await ask(world.driver, port.TAKE_BATCH, take, 10.0)).opened
+        take = learner_port.TakeBatch(0, 0, 1.0)
+        assert not (await ask(world.driver, learner_port.TAKE_BATCH, take, 10.0)).opened
+        await ask(world.driver, driver_port.OPEN_TRAINING, driver_port.OpenTraining(1), 10.0)
+        assert (await ask(world.driver, learner_port.TAKE_BATCH, take, 10.0)).opened
         await world.shell.stop()
 
     run(course)
@@ -99,7 +100,7 @@ def test_ranks_that_ask_at_once_get_one_encoding(tmp_path: Path) -> None:
                 compute.close()
 
         world.shell.delivery._compute = Counting()
-        asked = [ask(world.driver, port.TAKE_BATCH, port.TakeBatch(0, rank, 1.0), 10.0) for rank in range(4)]
+        asked = [ask(world.driver, learner_port.TAKE_BATCH, learner_port.TakeBatch(0, rank, 1.0), 10.0) for rank in range(4)]
         replies = await asyncio.gather(*asked)
         assert all(reply.batch is not None and wire.encode(reply) == wire.encode(replies[0]) for reply in replies)
         assert encodings == 1

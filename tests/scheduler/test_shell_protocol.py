@@ -15,11 +15,13 @@ from segue import wire
 from segue.clock import LogicalLoop, now
 from segue.episode import log_checksum
 from segue.errors import RunFailed, UserError
-from segue.ports import scheduler as port
+from segue.ports import driver as driver_port
+from segue.ports import learner as learner_port
+from segue.ports import rollout as rollout_port
 from segue.ports.journal import MemoryJournal, Record
 from segue.ports.rpc import Done, PeerTimeout, RemoteError, Service, ask
 
-INFO = port.NodeInfo(4, 4)
+INFO = rollout_port.NodeInfo(4, 4)
 
 
 class Hand:
@@ -31,43 +33,43 @@ class Hand:
         self.session = 1
         self.number = 0
         self.seen = 0
-        self.orders: list[port.Order] = []
-        self.pushes: list[port.Orders] = []
+        self.orders: list[rollout_port.Order] = []
+        self.pushes: list[rollout_port.Orders] = []
         self.deaf = False
         service = Service()
-        service.add(port.ORDERS, self._orders)
+        service.add(rollout_port.ORDERS, self._orders)
         world.shell.connect(name, Channel(name, service.handle))
 
-    async def _orders(self, orders: port.Orders) -> port.OrdersSeen:
+    async def _orders(self, orders: rollout_port.Orders) -> rollout_port.OrdersSeen:
         self.pushes.append(orders)
         if not self.deaf:
             fresh = orders.orders[self.seen - orders.first :]
             self.orders += fresh
             self.seen += len(fresh)
-        return port.OrdersSeen(self.session, self.seen)
+        return rollout_port.OrdersSeen(self.session, self.seen)
 
     async def say(
-        self, *events: port.NodeEvent, info: port.NodeInfo | None = None, number: int | None = None
-    ) -> port.ExchangeReply:
+        self, *events: rollout_port.NodeEvent, info: rollout_port.NodeInfo | None = None, number: int | None = None
+    ) -> rollout_port.ExchangeReply:
         if number is None:
             number = self.number
             self.number += 1
-        exchange = port.Exchange(self.name, self.session, number, list(events), self.seen, info)
-        reply = await ask(self.world.driver, port.EXCHANGE, exchange, 100.0)
+        exchange = rollout_port.Exchange(self.name, self.session, number, list(events), self.seen, info)
+        reply = await ask(self.world.driver, rollout_port.EXCHANGE, exchange, 100.0)
         await asyncio.sleep(0)
         await asyncio.sleep(0.01)
         return reply
 
-    async def join(self) -> port.ExchangeReply:
+    async def join(self) -> rollout_port.ExchangeReply:
         return await self.say(info=INFO)
 
-    def leases(self) -> list[port.Lease]:
-        return [order for order in self.orders if isinstance(order, port.Lease)]
+    def leases(self) -> list[rollout_port.Lease]:
+        return [order for order in self.orders if isinstance(order, rollout_port.Lease)]
 
     async def load(self) -> None:
         """Load what was ordered last."""
-        begin = [order for order in self.orders if isinstance(order, port.BeginUpdate)][-1]
-        await self.say(port.Loaded(begin.update, begin.transfer.version, 0.1, 0.0, 0.1))
+        begin = [order for order in self.orders if isinstance(order, rollout_port.BeginUpdate)][-1]
+        await self.say(rollout_port.Loaded(begin.update, begin.transfer.version, 0.1, 0.0, 0.1))
 
 
 async def ready(tmp_path: Path, **sections: Any) -> tuple[ShellWorld, Hand]:
@@ -83,14 +85,14 @@ async def ready(tmp_path: Path, **sections: Any) -> tuple[ShellWorld, Hand]:
     return world, hand
 
 
-def delta(lease: port.Lease, seq: int, payload: bytes = b"payload", version: int = 0) -> port.Delta:
-    head = port.DeltaHead(lease.episode, lease.attempt, seq, seq, ((version, 3),), record=True)
-    return port.Delta(head, payload)
+def delta(lease: rollout_port.Lease, seq: int, payload: bytes = b"payload", version: int = 0) -> rollout_port.Delta:
+    head = rollout_port.DeltaHead(lease.episode, lease.attempt, seq, seq, ((version, 3),), record=True)
+    return rollout_port.Delta(head, payload)
 
 
-def finish(lease: port.Lease, payloads: list[bytes], checksum: int | None = None) -> port.Finish:
+def finish(lease: rollout_port.Lease, payloads: list[bytes], checksum: int | None = None) -> rollout_port.Finish:
     value = log_checksum(payloads) if checksum is None else checksum
-    return port.Finish(lease.episode, lease.attempt, len(payloads), "terminated", len(payloads), 0.0, value, 1.0)
+    return rollout_port.Finish(lease.episode, lease.attempt, len(payloads), "terminated", len(payloads), 0.0, value, 1.0)
 
 
 def test_a_deadline_that_has_passed_is_armed_once_on_any_loop(tmp_path: Path) -> None:
@@ -158,10 +160,10 @@ def test_f54_what_belongs_to_an_old_attempt_is_refused_and_counted(tmp_path: Pat
     async def course() -> None:
         world, hand = await ready(tmp_path)
         lease = hand.leases()[0]
-        await hand.say(delta(lease, 0), port.Fail(lease.episode, 1, "env", "crash"))
+        await hand.say(delta(lease, 0), rollout_port.Fail(lease.episode, 1, "env", "crash"))
         again = hand.leases()[-1]
         assert (again.episode, again.attempt, again.snapshot.deltas) == (lease.episode, 2, [b"payload"])
-        reply = await hand.say(delta(lease, 1), port.Paused(lease.episode, 1, "update"), finish(lease, [b"payload"]))
+        reply = await hand.say(delta(lease, 1), rollout_port.Paused(lease.episode, 1, "update"), finish(lease, [b"payload"]))
         assert reply.refused == [(lease.episode, 1)]
         assert world.shell.queue.count(lease.episode) == 1
         assert (await world.status())["counts"]["refused"]["stale_attempt"] == 3
@@ -197,7 +199,7 @@ def test_another_process_with_the_same_name_and_session_is_fenced(tmp_path: Path
         assert (await hand.say(info=INFO, number=0)).fenced
         with pytest.raises(RemoteError, match="max_episodes = 0"):
             hand.session = 7
-            await hand.say(info=port.NodeInfo(0, 0), number=0)
+            await hand.say(info=rollout_port.NodeInfo(0, 0), number=0)
         await world.stop()
 
     run(course)
@@ -210,7 +212,7 @@ def test_a_checksum_that_does_not_match_fails_the_attempt(tmp_path: Path) -> Non
         await hand.say(delta(lease, 0, b"abc"), finish(lease, [b"abd"]))
         assert (await world.status())["counts"]["attempts_failed"] == {"infra|checksum": 1}
         await asyncio.sleep(3.0)
-        await hand.say(port.Fail(hand.leases()[-1].episode, 1, "data", "makes room"))
+        await hand.say(rollout_port.Fail(hand.leases()[-1].episode, 1, "data", "makes room"))
         again = next(order for order in hand.leases() if order.episode == lease.episode and order.attempt == 2)
         assert again.snapshot.deltas == [], "what the node sampled on is not what is stored: it begins anew"
         await hand.say(delta(again, 0, b"abc"), finish(again, [b"abc"]))
@@ -281,7 +283,7 @@ def test_orders_are_sent_again_until_they_are_seen_one_batch_at_a_time(tmp_path:
         lease = hand.leases()[0]
         hand.deaf = True
         pushes = len(hand.pushes)
-        await hand.say(port.Fail(lease.episode, lease.attempt, "env", "crash"))
+        await hand.say(rollout_port.Fail(lease.episode, lease.attempt, "env", "crash"))
         await asyncio.sleep(3.0)
         repeated = hand.pushes[pushes:]
         assert len(repeated) > 2 and len({push.first for push in repeated}) == 1
@@ -302,7 +304,7 @@ def test_orders_that_an_exchange_acknowledged_are_not_sent_again(tmp_path: Path)
         world, hand = await ready(tmp_path)
         lease = hand.leases()[0]
         hand.deaf = True
-        await hand.say(port.Fail(lease.episode, lease.attempt, "env", "crash"))
+        await hand.say(rollout_port.Fail(lease.episode, lease.attempt, "env", "crash"))
         hand.seen += world.shell.exchanges.link("rollout-0").waiting
         await hand.say()
         assert world.shell.exchanges.link("rollout-0").waiting == 0
@@ -315,7 +317,7 @@ def test_orders_of_an_old_session_are_void_in_a_new_one(tmp_path: Path) -> None:
     async def course() -> None:
         world, hand = await ready(tmp_path)
         hand.deaf = True
-        await hand.say(*(port.Fail(lease.episode, lease.attempt, "data", "broken") for lease in hand.leases()[:2]))
+        await hand.say(*(rollout_port.Fail(lease.episode, lease.attempt, "data", "broken") for lease in hand.leases()[:2]))
         assert world.shell.exchanges.link("rollout-0").waiting
         before = len(hand.orders)
         hand.session, hand.number, hand.seen, hand.deaf = 2, 0, 0, False
@@ -336,8 +338,8 @@ def test_f62_an_empty_queue_is_waited_for_and_asked_again(tmp_path: Path) -> Non
         world = ShellWorld(tmp_path, nodes=0)
         await world.start()
         begin = now()
-        reply = await ask(world.driver, port.TAKE_BATCH, port.TakeBatch(0, 0, 7.5), 100.0)
-        assert reply == port.BatchReply(None, "")
+        reply = await ask(world.driver, learner_port.TAKE_BATCH, learner_port.TakeBatch(0, 0, 7.5), 100.0)
+        assert reply == learner_port.BatchReply(None, "")
         assert now() - begin == pytest.approx(7.5)
         await world.stop()
 
@@ -349,10 +351,10 @@ def test_every_rank_gets_the_same_bytes_at_once(tmp_path: Path) -> None:
         world = ShellWorld(tmp_path)
         await world.start()
         await world.learner.publish()
-        body = wire.encode(port.TakeBatch(0, 0, 60.0))
+        body = wire.encode(learner_port.TakeBatch(0, 0, 60.0))
         replies = await asyncio.gather(*(world.shell.handle("take_batch", body) for _ in range(3)))
         assert len(set(replies)) == 1
-        batch = wire.decode(replies[0], port.BatchReply).batch
+        batch = wire.decode(replies[0], learner_port.BatchReply).batch
         assert batch is not None and batch.step == 0
         late = await world.shell.handle("take_batch", body)
         assert late == replies[0], "asking again, after a lost reply, changes nothing"
@@ -366,14 +368,14 @@ def test_stop_releases_every_waiter_with_the_reason(tmp_path: Path) -> None:
 
     async def course() -> None:
         world, hand = await ready(tmp_path)
-        waiter = asyncio.create_task(ask(world.driver, port.TAKE_BATCH, port.TakeBatch(0, 0, 1000.0), 2000.0))
-        watcher = asyncio.create_task(ask(world.driver, port.WATCH_EVENTS, port.WatchEvents(1, 1000.0), 2000.0))
+        waiter = asyncio.create_task(ask(world.driver, learner_port.TAKE_BATCH, learner_port.TakeBatch(0, 0, 1000.0), 2000.0))
+        watcher = asyncio.create_task(ask(world.driver, driver_port.WATCH_EVENTS, driver_port.WatchEvents(1, 1000.0), 2000.0))
         await asyncio.sleep(1.0)
-        await ask(world.driver, port.STOP_RUN, port.StopRun("enough"), 10.0)
+        await ask(world.driver, driver_port.STOP_RUN, driver_port.StopRun("enough"), 10.0)
         assert (await waiter).stop == "enough"
         assert [(event.what, event.data) for event in (await watcher).events] == [("stopped", {"reason": "enough"})]
         await asyncio.sleep(1.0)
-        assert isinstance(hand.orders[-1], port.Stop)
+        assert isinstance(hand.orders[-1], rollout_port.Stop)
         states = (await world.status())["episodes"]["states"]
         assert states["leased"] == states["pending"] == 0 and states["dropped"] > 0
         await world.stop()
@@ -401,10 +403,10 @@ def test_a_learner_report_that_cannot_be_is_answered_with_an_error(tmp_path: Pat
     async def course() -> None:
         world, _ = await ready(tmp_path)
         calls: list[tuple[Any, Any]] = [
-            (port.TRAINED, port.TrainedReport(3, {}, [], False)),
-            (port.COMMITTED, port.Committed(4)),
-            (port.PUBLISH, port.Publish(7, "x")),
-            (port.EVAL_STATE, port.EvalState("nobody")),
+            (learner_port.TRAINED, learner_port.TrainedReport(3, {}, [], False)),
+            (learner_port.COMMITTED, learner_port.Committed(4)),
+            (learner_port.PUBLISH, learner_port.Publish(7, "x")),
+            (driver_port.EVAL_STATE, driver_port.EvalState("nobody")),
         ]
         for rpc, request in calls:
             with pytest.raises(RemoteError):
@@ -447,7 +449,7 @@ def test_nothing_is_acknowledged_or_ordered_before_the_journal_has_it(tmp_path: 
         world, hand = await ready(tmp_path, journal=journal)
         lease, before = hand.leases()[0], len(hand.orders)
         journal.gate.clear()
-        events: list[port.NodeEvent] = [delta(lease, 0), port.Fail(lease.episode, lease.attempt, "env", "crash")]
+        events: list[rollout_port.NodeEvent] = [delta(lease, 0), rollout_port.Fail(lease.episode, lease.attempt, "env", "crash")]
         exchange = asyncio.create_task(hand.say(*events))
         await asyncio.sleep(2.0)
         assert not exchange.done() and len(hand.orders) == before
@@ -455,7 +457,7 @@ def test_nothing_is_acknowledged_or_ordered_before_the_journal_has_it(tmp_path: 
         await exchange
         assert len(hand.orders) > before
         assert [record.method for record in journal.records][-1] == "exchange"
-        decoded = wire.decode(journal.records[-1].body, port.Exchange)
+        decoded = wire.decode(journal.records[-1].body, rollout_port.Exchange)
         assert decoded.events == events
         await world.stop()
 
@@ -470,8 +472,8 @@ def test_effects_leave_in_the_order_of_the_decisions(tmp_path: Path) -> None:
         world, hand = await ready(tmp_path, journal=journal, scheduler__retries_env=1)
         lease, before = hand.leases()[0], len(hand.orders)
         journal.gate.clear()
-        first = asyncio.create_task(hand.say(delta(lease, 0), port.Fail(lease.episode, 1, "env", "crash")))
-        stop = asyncio.create_task(ask(world.driver, port.STOP_RUN, port.StopRun("enough"), 100.0))
+        first = asyncio.create_task(hand.say(delta(lease, 0), rollout_port.Fail(lease.episode, 1, "env", "crash")))
+        stop = asyncio.create_task(ask(world.driver, driver_port.STOP_RUN, driver_port.StopRun("enough"), 100.0))
         await asyncio.sleep(1.0)
         journal.gate.set()
         await asyncio.gather(first, stop)
@@ -488,7 +490,7 @@ def test_effects_leave_in_the_order_of_the_decisions(tmp_path: Path) -> None:
 
 async def fails_with(world: ShellWorld, match: str, part: str) -> None:
     """The run ends with one sentence; everybody who waits learns it. No `part`: it is the user's to mend."""
-    waiter = asyncio.create_task(ask(world.driver, port.TAKE_BATCH, port.TakeBatch(99, 0, 5000.0), 9000.0))
+    waiter = asyncio.create_task(ask(world.driver, learner_port.TAKE_BATCH, learner_port.TakeBatch(99, 0, 5000.0), 9000.0))
     with pytest.raises((RunFailed, UserError), match=match) as caught:
         async with asyncio.timeout(3000.0):
             await world.shell.run()

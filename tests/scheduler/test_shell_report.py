@@ -12,11 +12,12 @@ from test_shell_protocol import Hand, delta, finish, ready
 from scheduler.core import events as e
 from segue.episode import DropReason
 from segue.metrics import vocabulary as words
-from segue.ports import scheduler as port
+from segue.ports import driver as driver_port
+from segue.ports import rollout as rollout_port
 from segue.ports.rpc import ask
 
 
-def newest(hand: Hand) -> port.Order:
+def newest(hand: Hand) -> rollout_port.Order:
     return hand.orders[-1]
 
 
@@ -72,13 +73,15 @@ def test_a_used_slice_is_extended_by_another_or_the_episode_is_parked_for_somebo
         world, hand = await ready(tmp_path, rollout__slice_tokens=100, rollout__max_episodes=4)
         first, *_, last = hand.leases()
         assert (first.group, last.group) == (0, 1) and first.slice_tokens == last.slice_tokens == 100
-        await hand.say(delta(last, 0), port.SliceUsed(last.episode, last.attempt))
-        assert newest(hand) == port.Extend(last.episode, last.attempt, 100), "nobody waits"
+        await hand.say(delta(last, 0), rollout_port.SliceUsed(last.episode, last.attempt))
+        assert newest(hand) == rollout_port.Extend(last.episode, last.attempt, 100), "nobody waits"
         evaluation = world.shell._stream.take(1)
-        await ask(world.driver, port.START_EVAL, port.StartEval("beside", evaluation, 0.0), 10.0)
-        await hand.say(port.SliceUsed(last.episode, last.attempt))
-        assert newest(hand) == port.ParkOrder(last.episode, last.attempt), "the evaluation comes first, and waits for a place"
-        await hand.say(port.Parked(last.episode, last.attempt, 1, 2.5))
+        await ask(world.driver, driver_port.START_EVAL, driver_port.StartEval("beside", evaluation, 0.0), 10.0)
+        await hand.say(rollout_port.SliceUsed(last.episode, last.attempt))
+        assert newest(hand) == rollout_port.ParkOrder(last.episode, last.attempt), (
+            "the evaluation comes first, and waits for a place"
+        )
+        await hand.say(rollout_port.Parked(last.episode, last.attempt, 1, 2.5))
         beside = hand.leases()[-1]
         assert (beside.purpose, beside.slice_tokens) == ("eval", 0)
         await hand.say(finish(first, []))

@@ -13,7 +13,7 @@ from test_shell_protocol import Hand, delta, ready
 
 from scheduler.core import events as e
 from segue.errors import RunFailed
-from segue.ports import scheduler as port
+from segue.ports import rollout as rollout_port
 
 T = TypeVar("T")
 PAYLOADS = [b"x" * 300, b"y" * 300]
@@ -35,7 +35,7 @@ class SlowDisk:
         pass
 
 
-async def granted_again(tmp_path: Path) -> tuple[ShellWorld, Hand, port.Lease, SlowDisk]:
+async def granted_again(tmp_path: Path) -> tuple[ShellWorld, Hand, rollout_port.Lease, SlowDisk]:
     """The first lease of a node by hand was spilled, and failed; the node has been granted it again, and the disk is slow."""
     world, hand = await ready(tmp_path, queue__bytes=400)
     lease = hand.leases()[0]
@@ -43,7 +43,7 @@ async def granted_again(tmp_path: Path) -> tuple[ShellWorld, Hand, port.Lease, S
     await asyncio.sleep(1.0)
     assert world.shell.queue.reader(lease.episode).on_disk
     world.shell.compute = disk = SlowDisk()
-    await hand.say(port.Fail(lease.episode, lease.attempt, "env", "crash"))
+    await hand.say(rollout_port.Fail(lease.episode, lease.attempt, "env", "crash"))
     return world, hand, lease, disk
 
 
@@ -62,7 +62,7 @@ def test_who_gets_a_spilled_episode_waits_for_the_disk_and_nobody_else_does(tmp_
         disk.gate.set()
         await asyncio.sleep(0.1)
         again = hand.orders[before]
-        assert isinstance(again, port.Lease)
+        assert isinstance(again, rollout_port.Lease)
         assert (again.episode, again.attempt, again.snapshot.deltas) == (lease.episode, 2, PAYLOADS)
         assert again.snapshot.next_seq == 2 and again.sampling == lease.sampling
         await world.stop()
@@ -81,8 +81,8 @@ def test_a_lease_withdrawn_before_its_log_was_read_is_never_given(tmp_path: Path
         disk.gate.set()
         await asyncio.sleep(0.1)
         fresh = hand.orders[before:]
-        assert not any(isinstance(order, port.Lease) and order.episode == lease.episode for order in fresh)
-        assert fresh[0] == port.Drop(lease.episode, 2, "withdrawn") and isinstance(fresh[-1], port.Stop)
+        assert not any(isinstance(order, rollout_port.Lease) and order.episode == lease.episode for order in fresh)
+        assert fresh[0] == rollout_port.Drop(lease.episode, 2, "withdrawn") and isinstance(fresh[-1], rollout_port.Stop)
         await world.stop()
 
     run(course)
