@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
+from benchmarks.command import Parser, ended, json_file
 from benchmarks.figures import ROLES, Window, state_shares
 from benchmarks.watched import Watched, train
 from envpool.environment import Suite, Timed
@@ -250,8 +251,8 @@ def _steps(text: str) -> tuple[str, int]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = Parser("async-vs-sync", __doc__)
+    parser.add_argument("--json", type=json_file, help="write the figures here")
     parser.add_argument("--repeats", type=int, default=3, help="runs per arm")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["async", "sync"])
     parser.add_argument("--steps", nargs="+", type=_steps, metavar="ARM=N", help=f"steps of a run; default {STEPS}")
@@ -286,8 +287,8 @@ def main() -> int:
             f"async trains {figures['speedup']:.2f} times the tokens per second of sync ({figures['speedup_min']:.2f} to "
             f"{figures['speedup_max']:.2f} over {args.repeats} pairs; {figures['speedup_to_the_end']:.2f} up to the last step)"
         )
-    if not where["quiet"]:
-        print(f"note: the machine was busy before the first run (load {where['load_at_start']}); ratios hold, rates do not.")
+    if note := result.busy(where):
+        print(note)
     if not figures["env_is_the_bottleneck"]:
         print(
             f"An environment step took only {figures['latency_over_generation_min']:.1f} times as long as sampling an action in "
@@ -299,4 +300,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -3,13 +3,14 @@
 consumes       the program's output, line by line, stderr with stdout
 produces       its exit code, whether it was late, its last lines
 waits for      its end, at most `deadline` seconds, then `STOP_SECONDS` after a request to stop
-unblocked by   the end of its output; the deadline
-on cancel      the program is asked to stop and after `STOP_SECONDS` killed; it also dies with this process, however that ends
+unblocked by   the end of its output; the deadline; `stop`
+on cancel      the program is told to stop at once and after `STOP_SECONDS` killed; it dies with this process, however that ends
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from segue.cluster.processes import die_with_parent
 
 STOP_SECONDS = 60.0
 LAST_LINES = 25
+_running: set[subprocess.Popen[str]] = set()
+"""Of all threads. No lock: a signal handler reads it."""
 
 
 class Ended(NamedTuple):
@@ -56,16 +59,14 @@ def run(
     def expire() -> None:
         late.set()
         child.terminate()
-        try:
-            child.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
+        _wait(child)
 
     timer = threading.Timer(deadline, expire)
     timer.daemon = True
-    timer.start()
     last: list[str] = []
     try:
+        _running.add(child)
+        timer.start()
         assert child.stdout is not None
         for line in child.stdout:
             last = [*last, line.rstrip()][-LAST_LINES:]
@@ -73,16 +74,29 @@ def run(
         code = child.wait(STOP_SECONDS)
     finally:
         timer.cancel()
-        _end(child)
+        if child.poll() is None:  # whatever happened here, leave nothing running
+            _haste(child)
+            _wait(child)
+        _running.discard(child)
     return Ended(code, late.is_set(), last)
 
 
-def _end(child: subprocess.Popen[str]) -> None:
-    """Whatever happened here, leave nothing running. The supervisor of a run ends its whole family on SIGTERM."""
-    if child.poll() is None:
-        child.terminate()
-        try:
-            child.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+def stop() -> None:
+    """Tell every program that runs, in any thread, to stop at once; `run` waits for it. May be called in a signal handler."""
+    for child in list(_running):
+        _haste(child)
+
+
+def _haste(child: subprocess.Popen[str]) -> None:
+    """Two signals: the supervisor of a run takes the first for a request to write a checkpoint before it ends its family, the
+    second for haste. Nobody goes on with a run of a benchmark's."""
+    child.send_signal(signal.SIGTERM)
+    child.send_signal(signal.SIGINT)
+
+
+def _wait(child: subprocess.Popen[str]) -> None:
+    try:
+        child.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait(STOP_SECONDS)

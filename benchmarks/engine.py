@@ -19,15 +19,16 @@ import argparse
 import asyncio
 import os
 import statistics
+import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from benchmarks.command import ended, json_file
 from benchmarks.result import document, machine, write
 from rollout.embedded import EmbeddedEngine
 from rollout.embedded.sampler import sample, stream_of, uniform
@@ -245,7 +246,7 @@ async def measure(args: argparse.Namespace, model: Any, folder: str) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=json_file, help="write the figures here")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--context", type=int, default=100, help="tokens of context at the start")
@@ -278,4 +279,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

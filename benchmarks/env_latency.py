@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.sweep import Point, Sweep, run
+from benchmarks.command import ended
+from benchmarks.sweep import Sweep, run
+from benchmarks.sweep_figures import Point
 from benchmarks.tails import mean_of, suite_latency
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.scenario import World
@@ -67,4 +69,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

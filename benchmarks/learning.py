@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
+from benchmarks.command import INTERRUPTED, Parser, ended, install
 from benchmarks.learning_cells import (
     PRESETS,
     Cell,
@@ -214,7 +215,7 @@ def report(figures: Mapping[str, Any]) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("learning", __doc__)
     parser.add_argument("--results", type=Path, default=Path("runs/learning"), metavar="DIR", help="cells, results.json, plots")
     grids = f"{', '.join(PRESETS)}, or items such as 4,8:none,decoupled and 16:all; η = 0 is always there"
     parser.add_argument("--grid", nargs="+", default=["full"], metavar="GRID", help=grids)
@@ -257,20 +258,18 @@ def main() -> int:
                 plots = plot(figures, plan.folder)
             print(f"Written: {', '.join(map(str, [plan.folder / RESULTS, *plots]))}.")
             if not plots:
-                print(
-                    "There is no plot, because matplotlib is not installed: pip install matplotlib, and give the command again."
-                )
+                print(f"There is no plot, because matplotlib is not installed: {install('plots')}, and give the command again.")
         return code
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
         print(f"Interrupted: cells that were done are in {args.results}; the same command goes on.", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     finally:
         if args.keep is None:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.results_folder import flat
 from benchmarks.watched import Watched, train
 from segue.config import Config, load_config
 from segue.errors import RunFailed, UserError
@@ -192,19 +193,10 @@ def check_ages(lines: Sequence[Mapping[str, Any]], cell: Cell) -> None:
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Everything that all cells of a folder must share, flat: "learner.lr" and so on. What a cell sets for itself is left out."""
-    flat: dict[str, Any] = {}
-
-    def fill(prefix: str, node: Mapping[str, Any]) -> None:
-        for key, value in node.items():
-            if isinstance(value, Mapping) and value:
-                fill(f"{prefix}{key}.", value)
-            else:
-                flat[prefix + key] = value
-
-    fill("", config.model_dump(mode="json"))
+    settings = flat(config.model_dump(mode="json"))
     own = ("seed", "warmstart.seed", "eval.before", "staleness.max_age", "serial.learner_step_seconds", "data.prefetch")
     derived = ("queue.groups", "learner.correction", "learner.proximal")
-    return {key: value for key, value in flat.items() if key not in own + derived}
+    return {key: value for key, value in settings.items() if key not in own + derived}
 
 
 def check_settings(known: Mapping[str, Any], settings: Mapping[str, Any], folder: Path) -> None:

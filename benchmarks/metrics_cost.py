@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
+from benchmarks.command import ended, json_file
 from benchmarks.watched import train
 from segue import wire
 from segue.cluster.roles import Facts
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, nargs="?", default=Path("configs/smoke.toml"))
     parser.add_argument("--steps", type=int, default=40, help="learner steps, at least 10 (default 40)")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds that the run may take (default 600)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--json", type=json_file, metavar="FILE", help="write the result there")
     args = parser.parse_args(arguments)
     if args.steps < 10:
         parser.error("--steps must be 10 or more")
@@ -163,4 +164,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.plots import Drawn
+from benchmarks.result import busy
 from benchmarks.sweep_table import COLUMNS, ceilings_text, point_name, rows
 
 Document = Mapping[str, Any]
@@ -30,6 +31,7 @@ def build(document: Document, drawn: Sequence[Drawn]) -> str:
     parts = [
         f"<h1>{_text(title)}</h1>",
         f"<p class='note'>{_text(where(document))}</p>",
+        *(f"<p class='unbalanced'>{_text(note)}</p>" for note in notes(document)),
         *figures(drawn),
         "<h2>Figures</h2>",
         *(_point(document, point) for point in document["points"]),
@@ -85,6 +87,15 @@ def _scenario(scenario: Mapping[str, Any] | None) -> Iterable[str]:
             yield f"<p>Source: {_text(scenario['source'])}</p>"
         items = "".join(f"<li>{_text(line)}</li>" for line in scenario["assumptions"])
         yield f"<p>Assumptions:</p><ul>{items}</ul>"
+
+
+def notes(document: Document) -> Iterable[str]:
+    """What a reader has to know before the figures: a machine that was not its own, points that are still missing."""
+    if document["time"] == "real" and (note := busy(document["machine"])):
+        yield note
+    if missing := document.get("missing"):
+        points = ", ".join(point_name(document["sweep"]["symbol"], point) for point in missing)
+        yield f"Not complete: {len(missing)} of {len(missing) + len(document['points'])} points are missing ({points})."
 
 
 def where(document: Document) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from benchmarks.command import install
 from segue.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Panel(msgspec.Struct, frozen=True):
 def require() -> None:
     """Raises `UserError` where matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        raise UserError("Plots need the package matplotlib, which is not installed: pip install 'segue[plots]' brings it.")
+        raise UserError(f"Plots need the package matplotlib, which is not installed: {install('plots')} brings it.")
 
 
 def draw(document: Document, folder: Path) -> list[Drawn]:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
+from benchmarks.command import Parser, ended, json_file
 from benchmarks.cpu import CpuWatch, Process
 from benchmarks.figures import ROLES, Window, state_shares
 from benchmarks.watched import Watched, steps_done, train
@@ -180,14 +181,12 @@ def table(found: Mapping[str, Any], top: int) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.profile", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser("profile", __doc__)
     parser.add_argument("config", type=Path, nargs="?", default=CONFIG, help="of the run (default: the quickstart)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key, as for segue train")
     parser.add_argument("--functions", action="store_true", help="sample the stacks of each role's process")
     parser.add_argument("--top", type=int, default=15, help="functions shown per process (default 15)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", type=json_file, metavar="FILE", help="write the figures there")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run's directory there")
     args = parser.parse_args(arguments)
     if args.top < 1:
@@ -220,4 +219,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

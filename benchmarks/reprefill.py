@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
+from benchmarks.command import ended, json_file
 from benchmarks.watched import Watched, train
 from segue.config import load_config
 from segue.errors import RunFailed, UserError
@@ -297,7 +298,7 @@ def told(name: str, run: Mapping[str, Any]) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=json_file, help="write the figures here")
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(THREE))
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--steps", type=int, help="of each run")
@@ -348,4 +349,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

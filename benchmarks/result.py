@@ -51,6 +51,13 @@ def machine() -> dict[str, Any]:
     }
 
 
+def busy(where: Mapping[str, Any]) -> str:
+    """A sentence about a `machine()` that was not its own; "" if it was."""
+    if where["quiet"]:
+        return ""
+    return f"note: the machine was busy before the first run (load {where['load_at_start']}); ratios hold, rates do not."
+
+
 def versions(packages: Sequence[str] = ()) -> dict[str, str]:
     """Python, Segue with its commit, and installed packages by their distribution names. Imports none of them."""
     found = {"python": platform.python_version(), "segue": __version__, "git_sha": git_sha()}

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
+from benchmarks.command import ended, json_file
 from benchmarks.watched import train
 from segue.errors import RunFailed, UserError
 
@@ -90,7 +91,7 @@ def run_arm(arm: str, seed: int, engine: str, steps: int, folder: Path) -> dict[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=json_file, help="write the figures here")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
     parser.add_argument("--steps", type=int, default=12)
@@ -127,4 +128,4 @@ def _shown(arm: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -19,10 +19,11 @@ import gc
 import json
 import math
 import random
+import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.command import ended, json_file
 from benchmarks.result import document, machine, write
 from scheduler.core import SchedulerCore
 from scheduler.core import commands as c
@@ -327,7 +328,7 @@ def figures(measured: Measured) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_file)
     parser.add_argument("--events", type=int, default=1_500_000, help="events to measure at each size")
     parser.add_argument("--live", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--seed", type=int, default=0)
@@ -357,4 +358,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

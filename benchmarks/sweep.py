@@ -3,56 +3,39 @@
     python -m benchmarks.straggler [--real] [--points 1 5 20] [--arms sync async_recompute] [--repeats 3] [--out DIR] …
 
 In virtual time (the default) a point is a scenario (`benchmarks.sweep_virtual`), for real a run of `segue train`
-(`benchmarks.sweep_real`). Arms take turns at each point, and the arms of one repeat share their seed.
+(`benchmarks.sweep_real`). Arms take turns at each point, and the arms of one repeat share their seed. Everything is written after
+each point, and each run is kept as it ends: a sweep can be looked at while it goes on, and the same command goes on where one was
+cut short.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import math
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 
 from benchmarks import page, plots, result, sweep_table
 from benchmarks.arms import Arm, chosen
-from benchmarks.figures import Figures
+from benchmarks.command import INTERRUPTED, Parser
+from benchmarks.jobs import each
+from benchmarks.results_folder import PAGE, RESULTS, Kept, claimed, earlier, left, refuse_whole
+from benchmarks.sweep_figures import Point, Seeded, gathered, point_document
 from benchmarks.virtual.scenario import World
 from segue.config import Config
 from segue.errors import RunFailed, UserError
+from segue.files import disk_errors, write_atomic
 
 FOLDER = Path(__file__).resolve().parent
-BALANCED = (0.8, 1.25)
-"""Generation's ceiling over training's, where a comparison is fair."""
-
-
-class Point(msgspec.Struct, frozen=True):
-    """Where a sweep measures: `x` on its axis; `spread` picks the panel, where a sweep has more than one."""
-
-    x: float
-    spread: float | None = None
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """One run of one arm at one point. `more`: what only one of virtual and real knows."""
-
-    seed: int
-    figures: Figures
-    more: dict[str, float] = {}
-
-
-class At(msgspec.Struct, frozen=True):
-    """A point that was measured: its runs by arm, what was set there, and notes for the file (`learner_scale`, say)."""
-
-    point: Point
-    settings: dict[str, Any]
-    runs: dict[str, list[Measured]]
-    more: dict[str, Any] = {}
+CONFIG = FOLDER.parent / "configs" / "balanced.toml"
 
 
 class Sweep(msgspec.Struct, frozen=True):
@@ -97,10 +80,11 @@ class Plan(msgspec.Struct, frozen=True):
     overrides: list[str]
     steps: int | None
     redundancy: int
-    out: Path
     source: Path
-    sized: bool
+    sized: bool = True
     ceilings: bool = True
+    real: bool = False
+    jobs: int = 1
 
 
 # --- asking -----------------------------------------------------------------------------------------------------------------
@@ -108,12 +92,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 def parser(sweep: Sweep, about: str | None) -> argparse.ArgumentParser:
     """The command line of a sweep."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(sweep.name.replace("_", "-"), about)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--virtual", dest="real", action="store_false", help="in virtual time (default)")
     kind.add_argument("--real", action="store_true", help="whole runs on this machine")
     parser.set_defaults(real=False)
-    parser.add_argument("--points", nargs="*", type=float, metavar="X", help=f"{sweep.axis}; default {_several(sweep.points)}")
+    points = f"{sweep.axis}; default {_several(sweep.points)}, with --real {_several(sweep.points_real)}"
+    parser.add_argument("--points", nargs="*", type=float, metavar="X", help=points)
     if sweep.spreads:
         parser.add_argument(
             "--spreads", nargs="*", type=float, metavar="S", help=f"{sweep.spread_label}; default {_several(sweep.spreads)}"
@@ -123,34 +108,34 @@ def parser(sweep: Sweep, about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of the first")
     parser.add_argument("--steps", type=int, help="of every run; default: the scenario's or config's")
     parser.add_argument("--redundancy", type=int, default=1, metavar="R", help="members that groups of redundant arms have more")
-    parser.add_argument("--learner", choices=("sized", "given"), default="sized", help="in virtual time: sized for each point")
-    parser.add_argument(
-        "--no-ceilings", action="store_true", help="real runs without efficiency: two runs less per point and seed"
-    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="for all arms")
-    parser.add_argument("--scenario", type=Path, default=sweep.scenario, help="of virtual time")
-    parser.add_argument("--config", type=Path, default=FOLDER.parent / "configs" / "balanced.toml", help="of real runs")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="results; default runs/bench-NAME-TIME")
+    out = "results, also of a call that was cut short: what they have is kept; default runs/bench-NAME-TIME"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=out)
+    virtual = parser.add_argument_group("in virtual time")
+    virtual.add_argument("--scenario", type=Path, metavar="FILE", help=f"default {sweep.scenario.relative_to(FOLDER.parent)}")
+    virtual.add_argument("--learner", choices=("sized", "given"), help="its cost: sized for each point (default), or the file's")
+    virtual.add_argument("--jobs", type=int, metavar="N", help="points and seeds played at once, a process each (default 1)")
+    real = parser.add_argument_group("with --real")
+    real.add_argument("--config", type=Path, metavar="FILE", help=f"default {CONFIG.relative_to(FOLDER.parent)}")
+    real.add_argument("--no-ceilings", action="store_true", help="no efficiency: two runs less per point and seed")
     return parser
 
 
 def plan(sweep: Sweep, args: argparse.Namespace) -> Plan:
     """Check what was asked for, before anything runs. Raises `UserError`."""
+    _check_kind(args)
     default = sweep.points_real if args.real else sweep.points
     xs = _values(default if args.points is None else args.points, "--points", sweep.low, sweep.high)
     spreads: Sequence[float | None] = (None,)
     if sweep.spreads:
         asked = sweep.spreads if args.spreads is None else args.spreads
         spreads = _values(asked, "--spreads", *sweep.spread_limits)
-    for name, least in (("repeats", 1), ("redundancy", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} {getattr(args, name)} is too low: give {least} or more.")
-    if args.steps is not None and args.steps < 1:
-        raise UserError(f"--steps {args.steps} is too low: give 1 or more.")
-    out = args.out or Path("runs") / f"bench-{sweep.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for name, least in (("repeats", 1), ("redundancy", 1), ("seed", 0), ("steps", 1), ("jobs", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name} {value} is too low: give {least} or more.")
     arms = chosen(args.arms)
     plots.require()
-    claim(out)
     return Plan(
         sweep=sweep,
         points=[Point(x, spread) for spread in spreads for x in xs],
@@ -159,11 +144,22 @@ def plan(sweep: Sweep, args: argparse.Namespace) -> Plan:
         overrides=list(args.overrides),
         steps=args.steps,
         redundancy=args.redundancy,
-        out=out,
-        source=args.config if args.real else args.scenario,
-        sized=args.learner == "sized",
+        source=(args.config or CONFIG) if args.real else (args.scenario or sweep.scenario),
+        sized=args.learner != "given",
         ceilings=not args.no_ceilings,
+        real=args.real,
+        jobs=args.jobs or 1,
     )
+
+
+def _check_kind(args: argparse.Namespace) -> None:
+    """What belongs to the other kind of sweep would be ignored."""
+    others = ("scenario", "learner", "jobs") if args.real else ("config", "no_ceilings")
+    for name in others:
+        if getattr(args, name):
+            option, remedy = name.replace("_", "-"), "leave one of the two out" if args.real else "add --real, or leave it out"
+            where = "in virtual time, not for --real" if args.real else "with --real"
+            raise UserError(f"--{option} is for sweeps {where}: {remedy}.")
 
 
 def _values(values: Sequence[float], option: str, low: float, high: float) -> list[float]:
@@ -175,115 +171,137 @@ def _values(values: Sequence[float], option: str, low: float, high: float) -> li
     return sorted(set(values))
 
 
-def claim(out: Path) -> None:
-    """A results folder that nobody uses. Raises `UserError`."""
-    try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UserError(f"{out} exists already and is not an empty folder: give --out another name, or remove it.")
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{out} cannot be made ({error.strerror}): give --out another name.") from None
-
-
 def _several(values: Sequence[float]) -> str:
     return " ".join(f"{value:g}" for value in values)
 
 
-# --- telling ----------------------------------------------------------------------------------------------------------------
-
-
-def point_document(at: At) -> dict[str, Any]:
-    """A point as results.json has it; `speedup` over sync of the same seed, where sync ran."""
-    sync = at.runs.get("sync")
-    told = {name: arm_document(runs, sync) for name, runs in at.runs.items()}
-    document = {"x": at.point.x, "spread": at.point.spread, "settings": at.settings, **at.more, "arms": told}
-    ceilings = [run.figures.efficiency for runs in at.runs.values() for run in runs if run.figures.efficiency is not None]
-    if ceilings:
-        balance = statistics.median(ceiling.balance for ceiling in ceilings)
-        document["generation_ceiling"] = statistics.median(ceiling.generation_ceiling for ceiling in ceilings)
-        document["training_ceiling"] = statistics.median(ceiling.training_ceiling for ceiling in ceilings)
-        document["balance"] = balance
-        document["balanced"] = BALANCED[0] <= balance <= BALANCED[1]
-    return document
-
-
-def arm_document(runs: Sequence[Measured], sync: Sequence[Measured] | None) -> dict[str, Any]:
-    """An arm at a point: medians over its runs (the greatest age of all), and each run's figures."""
-    figures = [run.figures for run in runs]
-
-    def median(of: Callable[[Figures], float | None]) -> float | None:
-        values = [value for value in map(of, figures) if value is not None]
-        return statistics.median(values) if values else None
-
-    speedups = [
-        ours.figures.tokens_per_second / theirs.figures.tokens_per_second for ours, theirs in zip(runs, sync or (), strict=False)
-    ]
-    return {
-        "tokens_per_second": median(lambda f: f.tokens_per_second),
-        "speedup": statistics.median(speedups) if speedups else None,
-        "speedups": speedups,
-        "step_seconds": median(lambda f: f.step_seconds.mean),
-        "step_seconds_max": max(f.step_seconds.max for f in figures),
-        "idle_share": {role: statistics.median(f.idle_share[role] for f in figures) for role in figures[0].idle_share},
-        "staleness_bound": figures[0].staleness.bound,
-        "staleness_mean": median(lambda f: f.staleness.mean),
-        "staleness_max": max((f.staleness.max for f in figures if f.staleness.max is not None), default=None),
-        "reprefill_share": median(lambda f: f.reprefill_share),
-        "wasted_share": median(lambda f: f.wasted.run_share),
-        "length_bias": median(lambda f: f.length_bias),
-        "efficiency": median(lambda f: f.efficiency.value if f.efficiency else None),
-        **{key: statistics.median(run.more[key] for run in runs) for key in runs[0].more},
-        "runs": [{"seed": run.seed, **run.more, "figures": msgspec.to_builtins(run.figures)} for run in runs],
-    }
-
-
-def sweep_document(plan: Plan, kind: str, setup: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of results.json."""
-    sweep = plan.sweep
-    return {
-        "time": kind,
-        "title": sweep.title,
-        "sweep": {"axis": sweep.axis, "symbol": sweep.symbol, "spread_label": sweep.spread_label},
-        "setup": dict(setup),
-        "arms": {arm.name: {"about": arm.about} for arm in plan.arms},
-        "points": list(points),
-    }
-
-
 # --- running ----------------------------------------------------------------------------------------------------------------
+
+
+def _kind(real: bool) -> ModuleType:
+    """Has `setup`, `settings` and `measure_seed`."""
+    return importlib.import_module("benchmarks.sweep_real" if real else "benchmarks.sweep_virtual")
+
+
+def _packages(real: bool) -> tuple[str, ...]:
+    """Whose versions decide figures."""
+    return ("torch", "transformers", "ray") if real else ()
+
+
+def settings(asked: Plan, where: Mapping[str, Any]) -> dict[str, Any]:
+    """All that decides a point's figures: points of one file agree in it."""
+    machine = {"machine": {key: where[key] for key in ("cpu", "cores")}, "ceilings": asked.ceilings} if asked.real else {}
+    return {
+        "time": "real" if asked.real else "virtual",
+        "versions": result.versions(_packages(asked.real)),
+        "arms": [arm.name for arm in asked.arms],
+        "seeds": asked.seeds,
+        "redundancy": asked.redundancy,
+        **machine,
+        **_kind(asked.real).settings(asked),
+    }
+
+
+def measure_seed(asked: Plan, point: Point, seed: int, out: Path) -> Seeded:
+    """One seed of a point; runs are kept in `out` as they end."""
+    found: Seeded = _kind(asked.real).measure_seed(asked, point, seed, Kept(out))
+    return found
+
+
+def measure(asked: Plan, known: Sequence[Mapping[str, Any]], out: Path) -> Generator[list[dict[str, Any]], None, None]:
+    """All points so far, in order, each time that one more is there; first those that were known."""
+    done: dict[Point, dict[str, Any]] = {point_of(document): dict(document) for document in known}
+    order = sorted({*done, *asked.points}, key=lambda point: (point.spread or 0.0, point.x))
+    work = [(asked, point, seed, out) for point in asked.points if point not in done for seed in asked.seeds]
+    if asked.jobs > 1:
+        work.sort(key=lambda item: -item[1].x)  # the dearest begin first
+    yield [done[point] for point in order if point in done]
+    found: dict[Point, dict[int, Seeded]] = {point: {} for point in asked.points}
+    with contextlib.closing(each(measure_seed, work, asked.jobs)) as measured:
+        for place, seeded in measured:
+            _, point, seed, _ = work[place]
+            found[point][seed] = seeded
+            if len(found[point]) == len(asked.seeds):
+                done[point] = point_document(gathered(point, [found[point][seed] for seed in asked.seeds]))
+                print(sweep_table.point_text(asked.sweep.symbol, done[point]), flush=True)
+                yield [done[point] for point in order if point in done]
+
+
+def point_of(document: Mapping[str, Any]) -> Point:
+    """The point of an entry of results.json."""
+    return Point(document["x"], document["spread"])
 
 
 def run(sweep: Sweep, about: str | None, arguments: Sequence[str] | None = None) -> int:
     """A whole sweep; the exit code."""
     args = parser(sweep, about).parse_args(arguments)
     where = result.machine()
+    out = args.out or Path("runs") / f"bench-{sweep.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    told: dict[str, Any] = {}
     try:
         asked = plan(sweep, args)
-        if args.real:
-            from benchmarks.sweep_real import measure_point, setup
-        else:
-            from benchmarks.sweep_virtual import measure_point, setup
-        shared = setup(asked)
-        packages = ("torch", "transformers", "ray", "matplotlib") if args.real else ("matplotlib",)
-        points: list[dict[str, Any]] = []
-        document: dict[str, Any] = {}
-        for point in asked.points:
-            points.append(point_document(measure_point(asked, point)))
-            print(sweep_table.point_text(sweep.symbol, points[-1]), flush=True)
-            figures = sweep_document(asked, "real" if args.real else "virtual", shared, points)
-            document = result.document(
-                sweep.name, figures, seeds=asked.seeds, arguments=vars(args), packages=packages, where=where
-            )
-            result.write(asked.out / "results.json", document)  # after every point: a long sweep may be stopped
-        drawn = plots.draw(document, asked.out)
-        (asked.out / "index.html").write_text(page.build(document, drawn), encoding="utf-8")
+        with claimed(out):
+            shared = _kind(asked.real).setup(asked)
+            same = settings(asked, where)
+            before = earlier(out, sweep.name, same) or {"points": [], "machine": where}
+            if set(asked.points) <= set(map(point_of, before["points"])):
+                refuse_whole(out)
+            if not before["machine"]["quiet"]:
+                where = before["machine"]  # rates of a machine that was busy are among the figures
+            with contextlib.closing(measure(asked, before["points"], out)) as measured:
+                for points in measured:
+                    told = _document(asked, args, where, shared, same, points)
+                    _write(told, out)
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
+        if told:
+            print(_left(told, out), file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
-        print("Interrupted; results.json has the points that were done.", file=sys.stderr)
-        return 130
-    print(f"{asked.out}/index.html has the figures and plots, {asked.out}/results.json everything.")
-    if args.real and not where["quiet"]:
-        print(f"note: the machine was busy before the first run (load {where['load_at_start']}); ratios hold, rates do not.")
+        print(f"Interrupted. {_left(told, out)}", file=sys.stderr)
+        return INTERRUPTED
+    print(f"{out}/{PAGE} has the figures and plots, {out}/{RESULTS} everything.")
+    if args.real and (note := result.busy(where)):
+        print(note)
     return 0
+
+
+def _document(
+    asked: Plan,
+    args: argparse.Namespace,
+    where: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    same: Mapping[str, Any],
+    points: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """All of results.json."""
+    sweep = asked.sweep
+    there = {(point["x"], point["spread"]) for point in points}
+    figures = {
+        "time": same["time"],
+        "title": sweep.title,
+        "sweep": {"axis": sweep.axis, "symbol": sweep.symbol, "spread_label": sweep.spread_label},
+        "setup": dict(shared),
+        "settings": dict(same),
+        "arms": {arm.name: {"about": arm.about} for arm in asked.arms},
+        "points": list(points),
+        "missing": [{"x": p.x, "spread": p.spread} for p in asked.points if (p.x, p.spread) not in there],
+    }
+    packages = (*_packages(asked.real), "matplotlib")
+    return result.document(sweep.name, figures, seeds=asked.seeds, arguments=vars(args), packages=packages, where=where)
+
+
+def _write(told: Mapping[str, Any], out: Path) -> None:
+    """results.json comes last: what it has is not drawn again by a later call. Raises `RunFailed` where the disk is full."""
+    if told["points"]:
+        with disk_errors(out):
+            drawn = plots.draw(told, out)
+        write_atomic(out / PAGE, page.build(told, drawn).encode())
+    result.write(out / RESULTS, told)
+    for point in map(point_of, told["points"]):
+        Kept(out).drop(f"{point.name}-seed*")
+
+
+def _left(told: Mapping[str, Any], out: Path) -> str:
+    """What there is of a sweep that was cut short."""
+    return left(out, len(told["points"]) if told else 0, "point", len(Kept(out).names("*-seed*")), "run")

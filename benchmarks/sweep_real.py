@@ -6,11 +6,11 @@ config as it is, asynchronous; arms share cores, batch and concurrency with them
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import shutil
-import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ import tomli_w
 from benchmarks import ceilings
 from benchmarks.async_vs_sync import setup as shared_setup
 from benchmarks.async_vs_sync import turn_seconds
-from benchmarks.figures import Efficiency, Window, figures_of
-from benchmarks.sweep import At, Measured, Plan, Point
+from benchmarks.figures import Efficiency, Window, figures_of, mean_length
+from benchmarks.results_folder import Kept
+from benchmarks.sweep import Plan
+from benchmarks.sweep_figures import Measured, Point, Seeded
+from benchmarks.sweep_table import run_text
 from benchmarks.watched import Watched, train
 from segue.cluster.cores import cores_text
 from segue.config import Config, load_config
-from segue.errors import UserError
+from segue.errors import RunFailed, UserError
 
 RUN_SECONDS = 1800.0
 
@@ -41,27 +44,58 @@ def setup(plan: Plan) -> dict[str, Any]:
     return {**shared_setup(base), "cores": cores_text(base), "steps": base.steps, "redundancy": plan.redundancy}
 
 
-def measure_point(plan: Plan, point: Point) -> At:
-    """Ceilings and all arms at a point, in turns: each seed once per arm."""
+def settings(plan: Plan) -> dict[str, Any]:
+    """What the config and --set say."""
+    return {"config": _config(plan, []).model_dump(mode="json")}
+
+
+class Ran(msgspec.Struct, frozen=True):
+    """One run of one arm: its figures but for efficiency and length bias; mean tokens of trained episodes, of the window and of
+    all (0: there are none)."""
+
+    measured: Measured
+    length: float
+    length_of_all: float
+
+
+def measure_seed(plan: Plan, point: Point, seed: int, kept: Kept) -> Seeded:
+    """Both ceilings and then all arms at a point, with one seed."""
     base = _config(plan, [])
-    generate = generation_seconds(plan) if plan.sweep.relative and point.x else 0.0
-    settings = plan.sweep.real(base, point, generate)
-    runs: dict[str, list[Measured]] = {arm.name: [] for arm in plan.arms}
-    found: list[ceilings.Ceilings] = []
-    for seed in plan.seeds:
-        if plan.ceilings:
-            found.append(_ceilings(plan, [*settings, f"seed={seed}"]))
-        for arm in plan.arms:
-            overrides = [*settings, *_lines(arm.tables(base, plan.redundancy)), f"seed={seed}"]
-            config, overrides = _arm(plan, base, overrides)
-            window = Window.of(config.steps, config.staleness.max_age)
-            measured = _measured(_train(plan, overrides, window), window, config, seed)
-            runs[arm.name].append(_against(measured, found[-1]) if found else measured)
-            print(_said(arm.name, point, runs[arm.name][-1]), flush=True)
+    generate = kept.of("generation-seconds", float, partial(generation_seconds, plan)) if plan.sweep.relative and point.x else 0.0
+    here = plan.sweep.real(base, point, generate)
+    name, own = f"{point.name}-seed{seed}", f"seed={seed}"
+    found = kept.of(f"{name}-ceilings", ceilings.Ceilings, partial(_ceilings, plan, [*here, own])) if plan.ceilings else None
+    runs: dict[str, Ran] = {}
+    for arm in plan.arms:
+        overrides = [*here, *_lines(arm.tables(base, plan.redundancy)), own]
+        said = partial(_said, plan, point, arm.name, found)
+        runs[arm.name] = kept.of(f"{name}-{arm.name}", Ran, partial(_run, plan, base, overrides, seed, said))
     more = {"generation_seconds": generate} if generate else {}
-    for name in ("generation_idle_share", "training_wait_share", "repeating_share") if found else ():
-        more[name] = statistics.median(getattr(each, name) for each in found)
-    return At(point, {"overrides": settings}, runs, more)
+    for key in ("generation_idle_share", "training_wait_share", "repeating_share") if found else ():
+        more[key] = getattr(found, key)
+    population = runs["sync"].length_of_all if "sync" in runs else 0.0
+    return Seeded({"overrides": here}, {arm: _whole(ran, found, population) for arm, ran in runs.items()}, more)
+
+
+def _run(plan: Plan, base: Config, overrides: list[str], seed: int, said: Callable[[Measured], str]) -> Ran:
+    config, overrides = _arm(plan, base, overrides)
+    window = Window.of(config.steps, config.staleness.max_age)
+    watched = _train(plan, overrides, window)
+    measured = _measured(watched, window, config, seed)
+    print(said(measured), flush=True)
+    return Ran(measured, mean_length(watched.lines[window.warm : window.last]), mean_length(watched.lines))
+
+
+def _said(plan: Plan, point: Point, arm: str, found: ceilings.Ceilings | None, measured: Measured) -> str:
+    return run_text(plan.sweep.symbol, point, arm, measured.seed, _against(measured, found).figures)
+
+
+def _whole(ran: Ran, found: ceilings.Ceilings | None, population: float) -> Measured:
+    """With what other runs of its seed say: its efficiency, and how long its trained episodes are against all episodes, which the
+    synchronous arm trains: it drops none. Where that did not run, arms are compared with themselves, which hides what redundancy
+    does."""
+    whole = population or ran.length_of_all
+    return _with(_against(ran.measured, found), length_bias=ran.length / whole if ran.length and whole else None)
 
 
 def _arm(plan: Plan, base: Config, overrides: list[str]) -> tuple[Config, list[str]]:
@@ -72,10 +106,8 @@ def _arm(plan: Plan, base: Config, overrides: list[str]) -> tuple[Config, list[s
 
 
 def _ceilings(plan: Plan, overrides: list[str]) -> ceilings.Ceilings:
-    """Raises `RunFailed`, whose run directory then stays."""
-    folder = Path(tempfile.mkdtemp(prefix="segue-ceilings-"))
-    found = ceilings.measure(plan.source, _all(plan, overrides), folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    with _scratch("ceilings") as folder:
+        found = ceilings.measure(plan.source, _all(plan, overrides), folder)
     print(
         f"seed {overrides[-1].partition('=')[2]}: generation alone {found.generation:,.0f}, training alone {found.training:,.0f} "
         f"tokens/s (nodes idle {found.generation_idle_share:.0%}; learner waited {found.training_wait_share:.1%})",
@@ -84,30 +116,34 @@ def _ceilings(plan: Plan, overrides: list[str]) -> ceilings.Ceilings:
     return found
 
 
-def _against(measured: Measured, found: ceilings.Ceilings) -> Measured:
-    figures = measured.figures
-    efficiency = Efficiency(found.generation, found.training, figures.tokens_per_second)
-    return msgspec.structs.replace(measured, figures=msgspec.structs.replace(figures, efficiency=efficiency))
-
-
-def _said(arm: str, point: Point, measured: Measured) -> str:
-    """One run on the console: a sweep takes long."""
-    figures = measured.figures
-    share = f", efficiency {figures.efficiency.value:.3f}" if figures.efficiency else ""
-    return f"  {point.x:g}, seed {measured.seed}, {arm}: {figures.tokens_per_second:,.0f} tokens/s{share}"
-
-
-@functools.cache
-def _generation_seconds(source: Path, overrides: tuple[str, ...]) -> float:
-    folder = Path(tempfile.mkdtemp(prefix="segue-sweep-"))
-    seconds = ceilings.generation_seconds(source, overrides, folder)
+@contextlib.contextmanager
+def _scratch(name: str) -> Iterator[Path]:
+    """A folder for runs, which stays where one of them fails, for its logs."""
+    folder = Path(tempfile.mkdtemp(prefix=f"segue-{name}-"))
+    try:
+        yield folder
+    except RunFailed:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
-    return seconds
+
+
+def _against(measured: Measured, found: ceilings.Ceilings | None) -> Measured:
+    if found is None:
+        return measured
+    return _with(measured, efficiency=Efficiency(found.generation, found.training, measured.figures.tokens_per_second))
+
+
+def _with(measured: Measured, **figures: Any) -> Measured:
+    return msgspec.structs.replace(measured, figures=msgspec.structs.replace(measured.figures, **figures))
 
 
 def generation_seconds(plan: Plan) -> float:
-    """Mean seconds that sampling an action takes while all slots decode; measured once per command."""
-    return _generation_seconds(plan.source, tuple(_all(plan, [])))
+    """Mean seconds that sampling an action takes while all slots decode; measured once per sweep."""
+    with _scratch("sweep") as folder:
+        return ceilings.generation_seconds(plan.source, tuple(_all(plan, [])), folder)
 
 
 def _measured(watched: Watched, window: Window, config: Config, seed: int) -> Measured:
@@ -119,15 +155,8 @@ def _measured(watched: Watched, window: Window, config: Config, seed: int) -> Me
 
 
 def _train(plan: Plan, overrides: list[str], window: Window) -> Watched:
-    return _watch(plan.source, _all(plan, overrides), window)
-
-
-def _watch(source: Path, overrides: list[str], window: Window) -> Watched:
-    """Raises `RunFailed`, whose run directory then stays."""
-    folder = Path(tempfile.mkdtemp(prefix="segue-sweep-"))
-    watched = train(source, folder / "run", overrides, {window.warm, window.last}, RUN_SECONDS)
-    shutil.rmtree(folder, ignore_errors=True)
-    return watched
+    with _scratch("sweep") as folder:
+        return train(plan.source, folder / "run", _all(plan, overrides), {window.warm, window.last}, RUN_SECONDS)
 
 
 def _config(plan: Plan, overrides: list[str]) -> Config:

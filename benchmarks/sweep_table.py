@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from benchmarks.figures import Figures
+from benchmarks.sweep_figures import Point
+
 Arm = Mapping[str, Any]
 
 
@@ -77,3 +80,10 @@ def point_text(symbol: str, point: Mapping[str, Any]) -> str:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  " + "  ".join(cells))
     return "\n".join(lines)
+
+
+def run_text(symbol: str, point: Point, arm: str, seed: int, figures: Figures) -> str:
+    """One run on the console: a sweep takes long."""
+    share = f", efficiency {figures.efficiency.value:.3f}" if figures.efficiency else ""
+    where = point_name(symbol, {"x": point.x, "spread": point.spread})
+    return f"  {where}, seed {seed}, {arm}: {figures.tokens_per_second:,.0f} tokens/s{share}"

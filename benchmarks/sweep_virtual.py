@@ -6,15 +6,18 @@ training alone on recorded batches the best arm's counts, because one that masks
 
 from __future__ import annotations
 
-import statistics
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from benchmarks.figures import Efficiency, Window, length_bias
-from benchmarks.sweep import At, Measured, Plan, Point
+from benchmarks.figures import Efficiency, Figures, Window, length_bias
+from benchmarks.results_folder import Kept
+from benchmarks.sweep import Plan
+from benchmarks.sweep_figures import Measured, Point, Seeded
+from benchmarks.sweep_table import run_text
 from benchmarks.tails import mean_of
 from benchmarks.virtual.measure import generation_ceiling, measure, training_ceiling
 from benchmarks.virtual.scenario import LearnerModel, World, build_world, load_world, merged
@@ -47,33 +50,53 @@ def setup(plan: Plan) -> dict[str, Any]:
     }
 
 
-def measure_point(plan: Plan, point: Point) -> At:
-    """All arms at a point, seed by seed."""
+def settings(plan: Plan) -> dict[str, Any]:
+    """What the file, --set and --learner say."""
+    world = _world(plan, {}, 0)
+    learner = "sized for each point" if plan.sized else "as given"
+    return {"learner": learner, "scenario": msgspec.to_builtins(world.scenario), "values": world.values}
+
+
+class Played(msgspec.Struct, frozen=True):
+    """One arm: its figures but for efficiency, what training alone makes of its batches (tokens per second), virtual seconds."""
+
+    figures: Figures
+    training: float
+    seconds: float
+
+
+def measure_seed(plan: Plan, point: Point, seed: int, kept: Kept) -> Seeded:
+    """All arms at a point, with one seed."""
+    quiet()
     base = _world(plan, {}, 0)
     tables = plan.sweep.virtual(base, point)
-    runs: dict[str, list[Measured]] = {arm.name: [] for arm in plan.arms}
-    scales: list[float] = []
-    for seed in plan.seeds:
-        here = _world(plan, tables, seed)
-        generation = generation_ceiling(here)
-        scale = learner_scale(here, generation) if plan.sized else 1.0
-        scales.append(scale)
-        sized = merged(tables, {"learner": _scaled(here.scenario.learner, scale)})
-        population = batch_tokens(here)[0] / here.scenario.unit
-        played = {}
-        for arm in plan.arms:
-            world = _world(plan, sized, seed, arm.tables(base.config, plan.redundancy))
-            window = window_of(world)
-            figures, ran = measure(world, ceilings=False, window=window)
-            bias = length_bias(ran.lines[window.warm : window.last], ran.lines, population)
-            figures = msgspec.structs.replace(figures, length_bias=bias)
-            played[arm.name] = (figures, training_ceiling(world, ran.works[window.warm : window.last]), ran.seconds)
-        training = max(ceiling for _, ceiling, _ in played.values())
-        for name, (figures, _, seconds) in played.items():
-            efficiency = Efficiency(generation, training, figures.tokens_per_second)
-            whole = msgspec.structs.replace(figures, efficiency=efficiency)
-            runs[name].append(Measured(seed, whole, {"virtual_seconds": seconds}))
-    return At(point, tables, runs, {"learner_scale": statistics.median(scales)})
+    here = _world(plan, tables, seed)
+    name = f"{point.name}-seed{seed}"
+    generation = kept.of(f"{name}-generation", float, partial(generation_ceiling, here))
+    scale = learner_scale(here, generation) if plan.sized else 1.0
+    sized = merged(tables, {"learner": _scaled(here.scenario.learner, scale)})
+    population = batch_tokens(here)[0] / here.scenario.unit
+    played: dict[str, Played] = {}
+    for arm in plan.arms:
+        world = _world(plan, sized, seed, arm.tables(base.config, plan.redundancy))
+        said = partial(run_text, plan.sweep.symbol, point, arm.name, seed)
+        played[arm.name] = kept.of(f"{name}-{arm.name}", Played, partial(_play, world, population, said))
+    training = max(one.training for one in played.values())
+    runs = {}
+    for arm_name, one in played.items():
+        efficiency = Efficiency(generation, training, one.figures.tokens_per_second)
+        whole = msgspec.structs.replace(one.figures, efficiency=efficiency)
+        runs[arm_name] = Measured(seed, whole, {"virtual_seconds": one.seconds})
+    return Seeded(tables, runs, {"learner_scale": scale})
+
+
+def _play(world: World, population: float, said: Callable[[Figures], str]) -> Played:
+    window = window_of(world)
+    figures, ran = measure(world, ceilings=False, window=window)
+    bias = length_bias(ran.lines[window.warm : window.last], ran.lines, population)
+    figures = msgspec.structs.replace(figures, length_bias=bias)
+    print(said(figures), flush=True)
+    return Played(figures, training_ceiling(world, ran.works[window.warm : window.last]), ran.seconds)
 
 
 def window_of(world: World) -> Window:

@@ -8,7 +8,7 @@ with it tasks and latencies. Segue runs as a user starts it, its processes on Ra
 (`benchmarks.trl_worker`), whose torch uses `--threads`: measure with one and with all cores, and believe the smaller ratio.
 docs/benchmarks.md says what could not be made the same.
 
-TRL comes with the extra `peers`: `pip install 'segue[peers]'`, or into any folder on PYTHONPATH.
+TRL comes with the extra `peers` of pyproject.toml (`.venv/bin/pip install -e '.[peers]'`), or from any folder on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks import children, result
 from benchmarks.async_vs_sync import rate, setup, spread
+from benchmarks.command import Parser, ended, install, json_file
 from benchmarks.figures import Window
 from benchmarks.trl_worker import STEPS_FILE
 from benchmarks.watched import train
@@ -51,7 +52,7 @@ def check_installed() -> None:
     if missing:
         raise UserError(
             f"This benchmark trains with TRL, and {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: "
-            "pip install 'segue[peers]', or install trl==1.16.0 into a folder and put that on PYTHONPATH."
+            f"{install('peers')}, or install trl==1.16.0 into a folder and put that on PYTHONPATH."
         )
 
 
@@ -162,10 +163,8 @@ def _steps(text: str) -> tuple[str, int]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.trl_peer", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser = Parser("trl-peer", __doc__)
+    parser.add_argument("--json", type=json_file, help="write the figures here")
     parser.add_argument("--repeats", type=int, default=3, help="pairs per latency")
     parser.add_argument("--steps", nargs="+", type=_steps, metavar="ARM=N", default=[], help=f"steps of a run; default {STEPS}")
     parser.add_argument("--means", nargs="+", type=float, help="mean seconds of an environment step; default 0 and the config's")
@@ -221,10 +220,10 @@ def main() -> int:
             f"({min(point['ratios']):.2f} to {max(point['ratios']):.2f} over {len(point['ratios'])} pairs), {verdict}: "
             f"at least {point['needed']:g} times"
         )
-    if not where["quiet"]:
-        print(f"note: the machine was busy before the first run (load {where['load_at_start']}); ratios hold, rates do not.")
+    if note := result.busy(where):
+        print(note)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

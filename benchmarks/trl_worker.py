@@ -149,10 +149,5 @@ def train(job: dict[str, Any]) -> None:
     threads.shutdown()
 
 
-def main() -> int:
-    train(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    train(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import socket
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -27,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.command import ended, json_file
 from benchmarks.peers import Peer
 from benchmarks.result import document, machine, write
 from benchmarks.slow_link import Link, make_link
@@ -326,7 +328,7 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=json_file, help="write the figures here")
     parser.add_argument("--only", choices=("", "transfer", "pause"), default="", help="one half of it")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[4.0, 40.0, 400.0])
@@ -363,4 +365,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(ended(main))

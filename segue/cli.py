@@ -262,10 +262,10 @@ def bench(
     name: Annotated[str, typer.Argument(metavar="NAME", help="For instance straggler or env-latency; its options follow.")] = "",
 ) -> int:
     """Run a benchmark; `segue bench NAME --help` tells its options."""
-    from segue.bench import names, run
+    from segue.bench import listing, run
 
     if name in ("", "--help", "-h"):
-        print("Usage: segue bench NAME [OPTIONS]; segue bench NAME --help tells the options. Benchmarks: " + ", ".join(names()))
+        print(listing())
         return 0
     return run(name, context.args)
 

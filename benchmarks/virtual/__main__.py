@@ -1,4 +1,7 @@
-"""`python -m benchmarks.virtual SCENARIO`: what a scenario reaches, on the console and as JSON."""
+"""What a scenario reaches in virtual time, and how far that is from what generation or training alone could do.
+
+python -m benchmarks.virtual SCENARIO [--set KEY=VALUE …] [--no-ceilings] [--json FILE]
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import result
+from benchmarks.command import Parser, ended, json_file
 from benchmarks.figures import Figures
 from benchmarks.virtual.measure import measure
 from benchmarks.virtual.scenario import load_world
@@ -18,13 +22,21 @@ from benchmarks.virtual.world import Ran, quiet
 from segue.config import parse_overrides
 from segue.errors import RunFailed, UserError
 
+FOLDER = Path(__file__).resolve().parent.parent / "scenarios"
+
+
+def scenario_file(text: str) -> Path:
+    """A file's path, or the name of one of benchmarks/scenarios/, which is found from anywhere."""
+    named = FOLDER / f"{text}.toml"
+    return named if not Path(text).exists() and named.is_file() else Path(text)
+
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.virtual", description=__doc__)
-    parser.add_argument("scenario", type=Path, help="a scenario file, for instance one of benchmarks/scenarios/")
+    parser = Parser("virtual", __doc__)
+    parser.add_argument("scenario", type=scenario_file, help="a scenario file, or the name of one of benchmarks/scenarios/")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="over the file's")
     parser.add_argument("--no-ceilings", action="store_true", help="play the scenario alone, without its two ceilings")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=json_file, help="write the figures here")
     return parser.parse_args(arguments)
 
 
@@ -69,4 +81,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

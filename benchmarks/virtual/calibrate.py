@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 
 from benchmarks import result
+from benchmarks.command import Parser, ended, json_file
 from benchmarks.figures import Window
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.measure import measure
@@ -54,6 +55,8 @@ from segue.report import steps as step_lines
 
 RUN_SECONDS = 900.0
 QUANTILES = 400
+NEEDED = 0.15
+"""How far a prediction may be off."""
 _ENV = "env.step_seconds"
 
 
@@ -272,38 +275,58 @@ def _mean(values: Sequence[float]) -> float:
 # --- real runs --------------------------------------------------------------------------------------------------------------
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """One of the real runs, checked: what it sets, and what follows."""
+
+    item: str
+    overrides: list[str]
+    config: Config
+    window: Window
+
+
+def asked(args: argparse.Namespace) -> tuple[list[Asked], Asked]:
+    """The runs to fit to and the one held out. Raises `UserError` for a mistake in any of them, before the first one begins."""
+
+    def check(item: str) -> Asked:
+        overrides = [*args.overrides, *item.split()]
+        config = load_config(args.config, overrides)
+        return Asked(item, overrides, config, Window.of(config.steps, config.staleness.max_age))
+
+    return [check(item) for item in args.fit], check(args.held_out)
+
+
 def compare(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Run, fit, predict, compare."""
+    fits, held_out = asked(args)
     fitted: list[Observed] = []
-    config = load_config(args.config, args.overrides)
-    for i, item in enumerate(args.fit):
-        watched, config, window = _watch(args, [item], scratch / f"fit-{i}")
+    for i, one in enumerate(fits):
+        watched, window = _watch(args.config, one, scratch / f"fit-{i}"), one.window
         fitted.append(
-            observe(watched.lines, watched.scrapes[window.warm], watched.scrapes[window.last], window, config.rollout.slots)
+            observe(watched.lines, watched.scrapes[window.warm], watched.scrapes[window.last], window, one.config.rollout.slots)
         )
-        print(f"fitted to {item}", flush=True)
-    scenario, values = fit(fitted, config)
-    watched, held, window = _watch(args, [args.held_out], scratch / "held-out")
+        print(f"fitted to {one.item}", flush=True)
+    scenario, values = fit(fitted, fits[-1].config)
+    watched, window = _watch(args.config, held_out, scratch / "held-out"), held_out.window
     seconds = watched.lines[window.last - 1]["elapsed_seconds"] - watched.lines[window.warm - 1]["elapsed_seconds"]
     actual = step_lines.total(watched.lines[window.warm : window.last], "tokens_trained") / seconds
-    predicted = predict(scenario, values, held)
+    predicted = predict(scenario, values, held_out.config)
+    error = predicted / actual - 1.0
     return {
         "fitted": msgspec.to_builtins(scenario),
         "predicted_tokens_per_second": predicted,
         "actual_tokens_per_second": actual,
-        "error": predicted / actual - 1.0,
+        "error": error,
+        "needed": NEEDED,
+        "holds": abs(error) <= NEEDED,
     }
 
 
-def _watch(args: argparse.Namespace, extra: list[str], run: Path) -> tuple[Watched, Config, Window]:
-    overrides = [*args.overrides, *(part for item in extra for part in item.split())]
-    config = load_config(args.config, overrides)
-    window = Window.of(config.steps, config.staleness.max_age)
-    return train(args.config, run, overrides, {window.warm, window.last}, RUN_SECONDS), config, window
+def _watch(config: Path, one: Asked, run: Path) -> Watched:
+    return train(config, run, one.overrides, {one.window.warm, one.window.last}, RUN_SECONDS)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("virtual.calibrate", __doc__)
     parser.add_argument("config", type=Path, help="of the real runs, for instance configs/latency.toml")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="for all runs")
     parser.add_argument(
@@ -314,7 +337,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="a run to fit to; several, that differ in concurrency",
     )
     parser.add_argument("--held-out", required=True, metavar="KEY=VALUE …", help="the run that is predicted")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=json_file, help="write the figures here")
     args = parser.parse_args(arguments)
     parse_overrides([part for item in (*args.fit, args.held_out) for part in item.split()])
     return args
@@ -327,19 +350,24 @@ def main() -> int:
     try:
         args = parse()
         figures = compare(args, scratch)
+        seeds = sorted({one.config.seed for fits, held in [asked(args)] for one in (*fits, held)})
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    told = result.document("virtual.calibrate", figures, seeds=[], arguments=vars(args), packages=("torch", "ray"), where=where)
+    told = result.document(
+        "virtual.calibrate", figures, seeds=seeds, arguments=vars(args), packages=("torch", "ray"), where=where
+    )
     result.write(args.json, told)
     print(
         f"predicted {figures['predicted_tokens_per_second']:.1f} trained tokens/s, measured "
-        f"{figures['actual_tokens_per_second']:.1f}: off by {figures['error']:+.1%}"
+        f"{figures['actual_tokens_per_second']:.1f}: off by {figures['error']:+.1%}, "
+        f"{'as' if figures['holds'] else 'NOT as'} claimed: "
+        f"at most {NEEDED:.0%}"
     )
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -49,6 +51,64 @@ def test_what_the_listener_raises_ends_the_program() -> None:
     with pytest.raises(ValueError, match="ready"):
         children.run(python("import time; print('ready'); time.sleep(600)"), 60.0, listen)
     assert not psutil.pid_exists(pids[0])
+
+
+def test_all_that_run_are_told_to_stop_at_once() -> None:
+    """By two signals: a run that has heard one writes a checkpoint first."""
+    polite = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(5))\n"
+        "print('ready', flush=True)\n"
+        "while True: signal.pause()"
+    )
+    heard: list[str] = []
+    both = threading.Barrier(2, timeout=60.0)
+
+    def listen(pid: int, line: str) -> None:
+        heard.append(line.strip())
+        if line == "ready\n" and both.wait() == 0:
+            children.stop()
+
+    with ThreadPoolExecutor(2) as threads:
+        codes = [ended.code for ended in threads.map(lambda _: children.run(python(polite), 60.0, listen), range(2))]
+    assert codes == [5, 5] and heard.count("ready") == 2
+    children.stop()  # none is left to be told
+
+
+BENCHMARK = """
+import sys
+from benchmarks import children
+from benchmarks.command import ended
+
+def main():
+    children.run([sys.executable, "-u", "-c", {program!r}], 600.0, lambda pid, line: print(line, end="", flush=True))
+
+sys.exit(ended(main))
+"""
+CLEANING = """
+import os, signal, sys, time
+def clean(*_):
+    print("cleaned up")
+    os._exit(0)
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGINT, clean)
+print(os.getpid())
+while True: time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_benchmark_waits_for_it(number: int) -> None:
+    """The signal reaches the benchmark alone, as from `kill`."""
+    command = python(BENCHMARK.format(program=CLEANING))
+    benchmark = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert benchmark.stdout is not None
+    program = psutil.Process(int(benchmark.stdout.readline()))
+    os.kill(benchmark.pid, number)
+    _, said = benchmark.communicate(timeout=60.0)
+    assert (benchmark.returncode, said) == (128 + number, "Interrupted: nothing was written.\n")
+    assert not program.is_running()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -91,3 +92,24 @@ def test_impossible_runs_are_refused_before_anything_starts(
     assert profile.main() == 2 and "nowhere.toml" in capsys.readouterr().err
     with pytest.raises(UserError, match="--top"):
         profile.parse(["--top", "0"])
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_real_run_says_where_its_time_went(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, config = tmp_path / "out.json", profile.CONFIG.parent / "smoke.toml"
+    monkeypatch.setattr("sys.argv", ["profile", str(config), "--set", "steps=16", "--functions", "--json", str(out)])
+    assert profile.main() == 0
+    told = json.loads(out.read_text())
+    roles = {"scheduler-0", "envpool-0", "rollout-0", "learner-0"}
+    assert roles <= set(told["cpu"]) and roles <= set(told["functions"])
+    for row in told["cpu"].values():
+        assert 0.0 <= row["window"] <= row["whole"]
+    for role, states in told["states"].items():
+        assert sum(states.values()) == pytest.approx(1.0), role
+    phases = told["phases"]
+    assert phases["learner"]["forward_backward"]["seconds"] > 0.0 and phases["rollout"]["forward"]["seconds"] > 0.0
+    assert phases["update"]["load"]["times"] > 0.0
+    assert "functions by own CPU seconds" in capsys.readouterr().out

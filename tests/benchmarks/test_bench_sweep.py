@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import tomli_w
-from virtual_world import SMALL
+from virtual_world import TINY
 
-from benchmarks import env_latency, page, plots, straggler, sweep_table
+from benchmarks import env_latency, page, plots, straggler, sweep_real, sweep_table
 from benchmarks.arms import ARMS, chosen
-from benchmarks.sweep import Plan, Point, Sweep, claim, parser, plan
+from benchmarks.results_folder import Kept
+from benchmarks.sweep import Plan, Sweep, parser, plan
+from benchmarks.sweep_figures import Point
 from benchmarks.sweep_real import _lines
-from benchmarks.sweep_virtual import batch_tokens, learner_scale, measure_point, setup, window_of
+from benchmarks.sweep_virtual import batch_tokens, learner_scale, measure_seed, setup, window_of
 from benchmarks.tails import heaviness, with_heaviness
 from benchmarks.virtual.distributions import Distribution, Draws
 from benchmarks.virtual.measure import generation_ceiling
@@ -23,20 +25,6 @@ from benchmarks.virtual.scenario import load_world, merged
 from segue.config import Config, load_config
 from segue.errors import UserError
 
-TINY: dict[str, Any] = merged(
-    SMALL,
-    {
-        "about": "for a test",
-        "assumptions": ["A <small> world."],
-        "config": {
-            "steps": 10,
-            "envpool": {"step_seconds": 3600.0},
-            "rollout": {"nodes": 1, "slots": 8, "max_turns": 60, "max_tokens": 6000},
-        },
-        "engine": {"kv_tokens": 20000},
-        "workload": {"turns": {"high": 60.0}},
-    },
-)
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "latency.toml"
 
 
@@ -97,7 +85,7 @@ def test_a_sweep_writes_figures_plots_and_a_page_that_fetches_nothing(scenario: 
 
 
 @pytest.mark.processes
-def test_partial_rollouts_win_over_whole_episodes_where_episodes_have_a_heavy_tail(scenario: Path) -> None:
+def test_partial_rollouts_win_over_whole_episodes_where_episodes_have_a_heavy_tail(scenario: Path, tmp_path: Path) -> None:
     """With episodes that finish before an update, nodes run empty for the longest one; a heavier tail costs sync more."""
     asks = asked(
         straggler.SWEEP, scenario, "--points", "1", "4", "--arms", "sync", "async_episode", "async_recompute", "--steps", "12"
@@ -106,9 +94,9 @@ def test_partial_rollouts_win_over_whole_episodes_where_episodes_have_a_heavy_ta
     assert shared["batch_groups"] == 2 and shared["steps"] == 12 and shared["learner"] == "sized for each point"
     rates = {}
     for point in asks.points:
-        at = measure_point(asks, point)
-        rates[point.x] = {name: runs[0].figures.tokens_per_second for name, runs in at.runs.items()}
-        assert at.settings["workload"]["turns"]["mean"] == pytest.approx(4.0, rel=0.1)
+        found = measure_seed(asks, point, 0, Kept(tmp_path))
+        rates[point.x] = {name: run.figures.tokens_per_second for name, run in found.runs.items()}
+        assert found.settings["workload"]["turns"]["mean"] == pytest.approx(4.0, rel=0.1)
     assert rates[4.0]["async_recompute"] > 1.3 * rates[4.0]["sync"]
     assert rates[4.0]["async_recompute"] > rates[4.0]["async_episode"]
     gain = {x: rate["async_recompute"] / rate["sync"] for x, rate in rates.items()}
@@ -118,7 +106,7 @@ def test_partial_rollouts_win_over_whole_episodes_where_episodes_have_a_heavy_ta
 # --- points -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", [1.0, 2.0, 8.0])
+@pytest.mark.parametrize("target", [1.0, 2.0, 8.0, 20.0])
 def test_a_tail_is_as_heavy_as_asked_and_keeps_the_mean(target: float) -> None:
     spec = Distribution(kind="lognormal", mean=6.0, spread=0.1, low=1.0, high=400.0)
     tail = with_heaviness(spec, target, 128, "it")
@@ -158,6 +146,17 @@ def test_a_latency_point_is_in_generation_times() -> None:
     assert table["kind"] == "lognormal" and table["spread"] == 1.0
     assert table["mean"] == pytest.approx(5 * 64 * (0.02 + 0.0002 * 32), rel=0.01)
     assert env_latency.virtual(world, Point(0.0, 1.0))["env"]["step_seconds"]["mean"] == 0.0
+
+
+@pytest.mark.parametrize("sweep", [straggler.SWEEP, env_latency.SWEEP], ids=lambda sweep: sweep.name)
+def test_the_defaults_are_possible_with_the_files_that_come_with_them(sweep: Sweep) -> None:
+    """Every default point with every arm: `setup` refuses what cannot be run."""
+    virtual, real = (plan(sweep, parser(sweep, None).parse_args(arguments)) for arguments in ([], ["--real"]))
+    assert virtual.source == sweep.scenario and real.source.name == "balanced.toml"
+    assert {point.x for point in virtual.points} == set(sweep.points) and max(sweep.points) == sweep.high
+    assert virtual.arms == real.arms == list(ARMS.values())
+    assert setup(virtual)["episodes_in_flight"] == 128
+    assert sweep_real.setup(real)["batch_groups"] == 16
 
 
 @pytest.mark.parametrize("sweep", [straggler.SWEEP, env_latency.SWEEP], ids=lambda sweep: sweep.name)
@@ -211,6 +210,10 @@ def test_redundant_arms_begin_with_more_members() -> None:
         (["--arms", "sync", "fast"], "There is no arm fast: known are sync"),
         (["--repeats", "0"], "--repeats 0 is too low: give 1 or more."),
         (["--steps", "0"], "--steps 0 is too low: give 1 or more."),
+        (["--jobs", "0"], "--jobs 0 is too low: give 1 or more."),
+        (["--no-ceilings"], "--no-ceilings is for sweeps with --real: add --real, or leave it out."),
+        (["--config", "x.toml"], "--config is for sweeps with --real: add --real, or leave it out."),
+        (["--real"], "--scenario is for sweeps in virtual time, not for --real: leave one of the two out."),
         (["--arms", "async_keep", "--steps", "5"], "5 steps leave no steady state with staleness.max_age = 2: use 8 or more."),
         (["--points", "20"], "--points 20: the longest of 8 cannot be 20 times the mean"),
         (["--set", "engine.decode_second=1"], "did you mean engine.decode_seconds?"),
@@ -237,26 +240,14 @@ def test_a_spread_out_of_range_and_a_config_of_another_suite_are_refused(
     assert "sweep a config whose task.env is 'latency'." in capsys.readouterr().err
 
 
-def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "new" / "deep").parent.mkdir()
-    claim(tmp_path / "new" / "deep")
-    claim(tmp_path / "new" / "deep")  # empty: nobody uses it
-    (tmp_path / "new" / "deep" / "results.json").write_text("{}")
-    with pytest.raises(UserError, match=r"exists already and is not an empty folder: give --out another name, or remove it\."):
-        claim(tmp_path / "new" / "deep")
-    with pytest.raises(UserError, match="exists already and is not an empty folder"):
-        claim(tmp_path / "new" / "deep" / "results.json")
-    with pytest.raises(UserError, match="cannot be made"):
-        claim(tmp_path / "new" / "deep" / "results.json" / "more")
-
-
 def test_without_matplotlib_a_sweep_says_so_before_it_runs(
     scenario: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("benchmarks.plots.find_spec", lambda name: None)
     out = scenario.parent / "out"
     assert straggler.main(["--scenario", str(scenario), "--points", "2", "--out", str(out)]) == 2
-    assert "need the package matplotlib, which is not installed: pip install 'segue[plots]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert re.search(r"need the package matplotlib, which is not installed: .* -m pip install -e '.*\[plots\]' brings it", said)
     assert not out.exists()
 
 

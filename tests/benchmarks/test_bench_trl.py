@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import trl_peer
+from benchmarks.command import install
 from benchmarks.figures import Window
 from benchmarks.trl_peer import CONFIG
 from benchmarks.trl_worker import options
@@ -16,7 +17,7 @@ from segue.config import load_config, to_toml
 from segue.errors import UserError
 
 HERE = all(importlib.util.find_spec(name) for name in trl_peer.NEEDED)
-needs_trl = pytest.mark.skipif(not HERE, reason="TRL is not installed: pip install 'segue[peers]'")
+needs_trl = pytest.mark.skipif(not HERE, reason="TRL is not installed: the extra peers")
 
 
 def test_steps_and_latencies_are_read() -> None:
@@ -54,7 +55,7 @@ def test_a_missing_trl_is_one_sentence_and_exit_code_2(
     monkeypatch.setattr("sys.argv", ["trl_peer"])
     assert trl_peer.main() == 2
     assert capsys.readouterr().err == (
-        "This benchmark trains with TRL, and trl is not installed: pip install 'segue[peers]', "
+        f"This benchmark trains with TRL, and trl is not installed: {install('peers')}, "
         "or install trl==1.16.0 into a folder and put that on PYTHONPATH.\n"
     )
 

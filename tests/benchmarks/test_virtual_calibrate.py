@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,14 @@ import pytest
 from virtual_world import small
 
 from benchmarks.figures import Window
+from benchmarks.virtual import calibrate
 from benchmarks.virtual.calibrate import Observed, Turns, fit, fit_engine, fit_learner, nonnegative, observe, predict
 from benchmarks.virtual.measure import measure
 from benchmarks.virtual.scenario import World
 from benchmarks.virtual.world import play
 from segue.errors import RunFailed
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "latency.toml"
 
 
 def test_least_squares_without_negative_terms_is_the_best_on_a_grid() -> None:
@@ -81,3 +86,44 @@ def test_a_held_out_run_is_predicted_from_two_others() -> None:
 def test_engines_that_did_nothing_cannot_be_calibrated() -> None:
     with pytest.raises(RunFailed, match="too short to calibrate"):
         observe([{"tokens_generated": 1.0}] * 2, {}, {}, Window(1, 2), 4)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fits", "held_out", "sentence"),
+    [
+        (["rollout.max_episodes=4"], "rollout.max_episode=8", "did you mean rollout.max_episodes?"),
+        (["rollout.max_episodes=4"], "steps=7", "7 steps leave no steady state"),
+        (["rollout.max_episodes=4", "rollout.slot=3"], "rollout.max_episodes=8", "did you mean rollout.slots?"),
+        (["rollout.max_episodes"], "rollout.max_episodes=8", "is not key=value"),
+    ],
+)
+def test_a_mistake_in_any_run_is_found_before_the_first_one(
+    fits: list[str], held_out: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate, "train", lambda *asked: pytest.fail("nothing may run"))
+    told = [part for item in fits for part in ("--fit", item)]
+    monkeypatch.setattr("sys.argv", ["calibrate", str(CONFIG), *told, "--held-out", held_out])
+    assert calibrate.main() == 2
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_real_runs_are_fitted_and_another_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three short runs on Ray; how near the prediction comes is for a quiet machine to say."""
+    out = tmp_path / "out.json"
+    fits = ["--fit", "rollout.max_episodes=4", "--fit", "rollout.max_episodes=16", "--held-out", "rollout.max_episodes=8"]
+    short = ["--set", "steps=14", "--set", "batch.groups=4"]
+    monkeypatch.setattr("sys.argv", ["calibrate", str(CONFIG), *fits, *short, "--json", str(out)])
+    assert calibrate.main() == 0
+    told = json.loads(out.read_text())
+    assert told["error"] == pytest.approx(told["predicted_tokens_per_second"] / told["actual_tokens_per_second"] - 1.0)
+    assert abs(told["error"]) < 0.6 and told["holds"] == (abs(told["error"]) <= 0.15) and told["seeds"] == [0]
+    assert told["fitted"]["engine"]["decode_seconds"] + told["fitted"]["engine"]["decode_seconds_per_request"] > 0.0
+    assert "off by" in capsys.readouterr().out

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from virtual_world import SMALL
 
+from benchmarks.tails import heaviness
+from benchmarks.virtual.distributions import Draws
 from benchmarks.virtual.scenario import build_world, load_world, merged
 from segue.errors import UserError
 
@@ -79,3 +81,19 @@ def test_empirical_values_are_read_beside_the_file(tmp_path: Path) -> None:
     (tmp_path / "latencies.txt").write_text("1.0\n-2\n")
     with pytest.raises(UserError, match="none of them negative"):
         build_world(data, "it", tmp_path)
+
+
+def test_a_thousand_gpus_are_as_many_and_train_ten_thousand_episodes_of_ten_turns_with_a_heavy_tail() -> None:
+    world = load_world(next(path for path in SCENARIOS if path.stem == "thousand_gpus"))
+    config, turns = world.config, world.scenario.workload.turns
+    assert config.rollout.nodes * world.scenario.engine.gpus == 1000
+    assert config.steps * config.batch.groups * config.group.size >= 10_000
+    drawn = Draws(turns, 0)
+    assert drawn.mean() >= 10.0 and heaviness(turns, config.batch.groups * config.group.size) >= 5.0
+
+
+def test_scenarios_of_ours_are_found_by_name_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.virtual.__main__ import parse
+
+    monkeypatch.chdir(tmp_path)
+    assert parse(["thousand_gpus"]).scenario in SCENARIOS and parse(["mine.toml"]).scenario == Path("mine.toml")

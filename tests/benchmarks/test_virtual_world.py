@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import inspect
+import os
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +71,26 @@ def check_counts(ran: Ran, max_age: int) -> None:
     assert max(len(line["ages"]) - 1 for line in ran.lines) <= max_age
 
 
-def test_every_part_but_those_at_the_ports_is_the_production_class(tmp_path: Path) -> None:
+def count_made(kind: type, made: Counter[type], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the objects made of a class. That nothing here is a subclass of it, the next test shows."""
+    real: Any = vars(kind)["__init__"]
+
+    def begin(self: Any, *arguments: Any, **more: Any) -> None:
+        made[kind] += 1
+        real(self, *arguments, **more)
+
+    monkeypatch.setattr(kind, "__init__", begin)
+
+
+def test_every_part_but_those_at_the_ports_is_the_production_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = small()
+    made: Counter[type] = Counter()
+    for kind in (EpisodeLoop, Outbox, ExchangeLoop, Pool):
+        count_made(kind, made, monkeypatch)
 
     async def look() -> VirtualCluster:
         cluster = VirtualCluster(world, tmp_path, set())
-        await cluster.run()
+        await cluster.play()
         return cluster
 
     with asyncio.Runner(loop_factory=LogicalLoop) as runner:
@@ -86,6 +104,8 @@ def test_every_part_but_those_at_the_ports_is_the_production_class(tmp_path: Pat
     assert type(pool) is PoolShell
     modelled = {name: type(role).__module__ for name, role in roles.items() if type(role).__module__.startswith("benchmarks")}
     assert set(modelled) == {"learner-0"}
+    admitted = cluster.ran.stopped["episodes"]["admitted"]
+    assert made[EpisodeLoop] >= admitted > 0 and made[Pool] == 1 and made[Outbox] == made[ExchangeLoop] == 3, made
 
 
 def test_nothing_of_the_roles_is_copied_or_subclassed() -> None:
@@ -119,9 +139,27 @@ def test_nothing_of_the_roles_is_copied_or_subclassed() -> None:
     assert all(kind.__bases__ == (object,) for kind in ports)
 
 
-def test_the_harness_itself_needs_no_torch() -> None:
-    import subprocess
+def bodies(folder: Path) -> dict[str, str]:
+    """Every function of a folder's modules that is longer than a few lines: its code, and where it is."""
+    found: dict[str, str] = {}
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                code = "\n".join(ast.dump(statement) for statement in node.body)
+                if sum(isinstance(part, ast.stmt) for part in ast.walk(node)) > 6:
+                    found[code] = f"{path}:{node.lineno}"
+    return found
 
+
+def test_no_function_of_the_roles_is_copied() -> None:
+    root = Path(benchmarks.virtual.__file__).parents[2]
+    production = {code: at for role in ("scheduler", "rollout", "envpool") for code, at in bodies(root / role).items()}
+    assert len(production) > 200
+    copies = {at: production[code] for code, at in bodies(root / "benchmarks").items() if code in production}
+    assert not copies
+
+
+def test_the_harness_itself_needs_no_torch() -> None:
     code = (
         "import sys, benchmarks.virtual.world, benchmarks.virtual.measure\n"
         "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
@@ -158,6 +196,34 @@ def test_two_runs_of_one_seed_agree_to_the_last_bit_and_another_seed_does_not() 
     first, second = play(small()), play(small())
     assert msgspec.json.encode(first) == msgspec.json.encode(second)
     assert msgspec.json.encode(play(small(config={"seed": 1})).lines) != msgspec.json.encode(first.lines)
+
+
+PLAY = """
+import hashlib, sys
+sys.path.insert(0, sys.argv[1])
+import msgspec
+from virtual_world import small
+from benchmarks.virtual.world import play
+ran = play(small(env={"error": 0.02, "crash": 0.002}, config={"update": {"rolling": 0.4}, "group": {"redundancy": 1}}))
+print(hashlib.sha256(msgspec.json.encode(ran)).hexdigest())
+"""
+
+
+def test_processes_with_other_hash_seeds_agree_to_the_last_bit() -> None:
+    """Nothing may depend on the order of a set of names, which differs from process to process."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", PLAY, str(Path(__file__).parent)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(benchmarks.virtual.__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
 
 
 @pytest.mark.full

@@ -44,6 +44,22 @@ SMALL: dict[str, Any] = {
     "weights": {"seconds": 1.0},
 }
 
+TINY: dict[str, Any] = merged(
+    SMALL,
+    {
+        "about": "for a test",
+        "assumptions": ["A <small> world."],
+        "config": {
+            "steps": 10,
+            "envpool": {"step_seconds": 3600.0},
+            "rollout": {"nodes": 1, "slots": 8, "max_turns": 60, "max_tokens": 6000},
+        },
+        "engine": {"kv_tokens": 20000},
+        "workload": {"turns": {"high": 60.0}},
+    },
+)
+"""For a whole sweep: long enough for the window of its arms, and for a point of several times the mean."""
+
 
 def small(**tables: Any) -> World:
     """The small world with some tables laid over, for instance `config={"mode": "sync"}`."""

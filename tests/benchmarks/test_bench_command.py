@@ -1,0 +1,65 @@
+"""The command lines of benchmarks: a mistake is one sentence, found before anything is measured."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from benchmarks.command import Parser, ended, install, json_file
+from segue.bench import FOLDER, commands
+
+
+def test_a_mistake_is_one_sentence_without_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser("some-thing", "What it is.\n\n    as written")
+    parser.add_argument("--points", nargs="*", type=float)
+    for arguments, words in ((["--points", "five"], "invalid float value: 'five'"), (["--point", "5"], "unrecognized arguments")):
+        with pytest.raises(SystemExit) as error:
+            parser.parse_args(arguments)
+        said = capsys.readouterr().err
+        assert error.value.code == 2 and words in said and said.count("\n") == 1
+        assert said.startswith("segue bench some-thing: error: ") and "segue bench some-thing --help" in said
+    assert "usage: segue bench some-thing" in parser.format_help() and "\n    as written\n" in parser.format_help()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("", "is a folder: name a file"), ("none/x.json", "there is no folder"), ("file/x.json", "no folder")]
+)
+def test_figures_with_nowhere_to_go_are_refused_before_the_measurement(
+    name: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    parser = Parser("it", None)
+    parser.add_argument("--json", type=json_file)
+    assert parser.parse_args(["--json", str(tmp_path / "x.json")]).json == tmp_path / "x.json"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--json", str(tmp_path / name)])
+    assert sentence in capsys.readouterr().err
+
+
+def test_every_json_option_of_ours_is_checked_so() -> None:
+    for file in FOLDER.rglob("*.py"):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            assert '"--json"' not in line or "type=json_file" in line, f"{file}: {line}"
+
+
+def test_ctrl_c_is_a_sentence_and_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert ended(interrupted) == 130 and capsys.readouterr().err == "Interrupted: nothing was written.\n"
+    assert ended(lambda: 3) == 3
+
+
+def test_an_extra_is_installed_from_the_repository() -> None:
+    told = install("plots")
+    assert told.endswith(f"-m pip install -e '{FOLDER.parent}[plots]'") and (FOLDER.parent / "pyproject.toml").is_file()
+
+
+def test_parsers_are_named_as_the_command_names_them() -> None:
+    named = {"async-vs-sync", "paper", "learning", "trl-peer", "profile", "virtual.calibrate"}
+    assert named <= set(commands())
+    for name in named:
+        module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+        assert f'Parser("{name}"' in Path(str(module.__file__)).read_text(encoding="utf-8")
