@@ -88,7 +88,7 @@ def document(
     told = [*done, *([NOT_PLAYED] if args.only is None else [])]
     told.sort(key=lambda row: str(row["table"]))
     missing = sorted({row.name for row in rows} - {row["name"] for row in done})
-    figures = {"title": "Published results, reproduced", "time": "virtual", "rows": told}
+    figures: dict[str, Any] = {"title": "Published results, reproduced", "time": "virtual", "rows": told}
     figures |= {"missing": missing, "settings": dict(same)}
     seeds = sorted({row.world.config.seed for row in rows})
     return result.document("paper", figures, seeds=seeds, arguments=vars(args), packages=("matplotlib",), where=where)

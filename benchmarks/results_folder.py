@@ -1,6 +1,6 @@
 """A folder of results: nobody else's, locked while it is filled, and, where it was left half filled, gone on with.
 
-results.json says with which `settings` its points were measured: points of other settings, or of another commit, do not join them.
+results.json says with which `settings` its points were measured: points of other settings, or of another commit, do not join.
 """
 
 from __future__ import annotations
