@@ -18,6 +18,14 @@ from benchmarks.results_folder import claimed, earlier, first_difference, flat
 from benchmarks.sweep_figures import Point
 from segue.errors import RunFailed, UserError
 
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for all calls of a test: somebody may commit while tests run."""
+    for benchmark in (sweep, paper):
+        monkeypatch.setattr(benchmark, "git_sha", lambda: "0123456789ab")
+
+
 # --- folders ----------------------------------------------------------------------------------------------------------------
 
 
