@@ -1,6 +1,6 @@
 """A folder of results: nobody else's, locked while it is filled, and, where it was left half filled, gone on with.
 
-results.json says with which `settings` its figures were measured. Those of other settings, or of another version, do not compare,
+results.json says with which `settings` its figures were measured. Those of other settings, or of another commit, do not compare,
 so that going on with them is refused. What is measured on the way to a figure of results.json is kept in a file each (`Kept`).
 """
 

@@ -36,6 +36,14 @@ WAIT_SECONDS = 300.0
 """Nothing here takes long; the machine may be busy."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for all calls of a test: somebody may commit while tests run."""
+    for benchmark in (sweep, paper):
+        monkeypatch.setattr(benchmark, "git_sha", lambda: "0123456789ab")
+
+
 # --- folders ----------------------------------------------------------------------------------------------------------------
 
 
