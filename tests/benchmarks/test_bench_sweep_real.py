@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import env_latency, straggler, sweep_real
+from benchmarks import ceilings, env_latency, straggler, sweep_real
 from benchmarks.ceilings import Ceilings
 from benchmarks.figures import Window
 from benchmarks.sweep import Plan, parser, plan
@@ -42,8 +42,8 @@ class Scripted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[tuple[str, ...]] = []
         monkeypatch.setattr(sweep_real, "train", self.train)
-        monkeypatch.setattr(sweep_real.ceilings, "measure", self.ceilings)
-        monkeypatch.setattr(sweep_real.ceilings, "generation_seconds", self.generation_seconds)
+        monkeypatch.setattr(ceilings, "measure", self.ceilings)
+        monkeypatch.setattr(ceilings, "generation_seconds", self.generation_seconds)
         sweep_real._generation_seconds.cache_clear()
 
     def train(self, source: Path, run: Path, overrides: list[str], marks: set[int], deadline: float) -> Watched:
