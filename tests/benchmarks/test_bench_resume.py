@@ -21,7 +21,7 @@ import pytest
 import tomli_w
 from virtual_world import TINY
 
-from benchmarks import paper, straggler, sweep, sweep_virtual
+from benchmarks import paper, result, straggler, sweep, sweep_virtual
 from benchmarks.jobs import each
 from benchmarks.paper_rows import play_arm as really_play
 from benchmarks.results_folder import Kept, claimed, earlier, first_difference, flat, left
@@ -40,8 +40,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 @pytest.fixture(autouse=True)
 def commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for all calls of a test: somebody may commit while tests run."""
-    for benchmark in (sweep, paper):
-        monkeypatch.setattr(benchmark, "git_sha", lambda: "0123456789ab")
+    monkeypatch.setattr(result, "git_sha", lambda: "0123456789ab")
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------------
