@@ -236,7 +236,9 @@ def figures(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt(), 130), (RunFailed("rollout", "A node died."), 1)])
+@pytest.mark.parametrize(
+    ("end", "code"), [pytest.param(KeyboardInterrupt(), 130, marks=pytest.mark.full), (RunFailed("rollout", "A node died."), 1)]
+)
 def test_what_was_cut_short_goes_on_and_comes_to_the_same_as_two_jobs(
     end: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,6 +267,7 @@ def test_what_was_cut_short_goes_on_and_comes_to_the_same_as_two_jobs(
 
 
 @pytest.mark.processes
+@pytest.mark.full
 def test_arms_of_a_point_that_was_cut_short_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
