@@ -13,6 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from benchmarks import children
+from segue.errors import DiskFailed
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -42,6 +43,11 @@ def json_file(text: str) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{path.parent} cannot be written: name a file in another folder")
     return path
+
+
+def sentence(error: Exception) -> str:
+    """What is printed of an error; a benchmark goes on by the same command, not with --resume."""
+    return error.place if isinstance(error, DiskFailed) else str(error)
 
 
 def interrupt() -> NoReturn:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
-from benchmarks.command import INTERRUPTED, Parser, ended, install
+from benchmarks.command import INTERRUPTED, Parser, ended, install, sentence
 from benchmarks.learning_cells import (
     PRESETS,
     Cell,
@@ -261,7 +261,7 @@ def main() -> int:
                 print(f"There is no plot, because matplotlib is not installed: {install('plots')}, and give the command again.")
         return code
     except (RunFailed, UserError) as error:
-        print(error, file=sys.stderr)
+        print(sentence(error), file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
         print(f"Interrupted: cells that were done are in {args.results}; the same command goes on.", file=sys.stderr)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import paper_figures, paper_page, plots, result
-from benchmarks.command import INTERRUPTED, Parser, ended
+from benchmarks.command import INTERRUPTED, Parser, ended, sentence
 from benchmarks.jobs import each
 from benchmarks.paper_figures import HEADINGS, NOT_PLAYED, reasons, row_document, table
 from benchmarks.paper_rows import FOLDER, Played, Row, cost, load_row, load_rows, play_arm
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         told = document(args, where, rows, done, same)
                         _write(told, out)
     except (RunFailed, UserError) as error:
-        print(error, file=sys.stderr)
+        print(sentence(error), file=sys.stderr)
         if told:
             print(_left(done, out), file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2

@@ -25,7 +25,7 @@ import msgspec
 
 from benchmarks import page, plots, result, sweep_table
 from benchmarks.arms import Arm, chosen
-from benchmarks.command import INTERRUPTED, Parser
+from benchmarks.command import INTERRUPTED, Parser, sentence
 from benchmarks.jobs import each
 from benchmarks.results_folder import PAGE, RESULTS, Kept, claimed, earlier, left, refuse_whole
 from benchmarks.sweep_figures import Point, Seeded, gathered, point_document
@@ -253,7 +253,7 @@ def run(sweep: Sweep, about: str | None, arguments: Sequence[str] | None = None)
                     told = _document(asked, args, where, shared, same, points)
                     _write(told, out)
     except (RunFailed, UserError) as error:
-        print(error, file=sys.stderr)
+        print(sentence(error), file=sys.stderr)
         if told:
             print(_left(told, out), file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2

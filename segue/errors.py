@@ -16,5 +16,13 @@ class RunFailed(Exception):
         self.sentence = sentence
 
 
+class DiskFailed(RunFailed):
+    """A run cannot write. `place` is its sentence without the advice to resume, for commands that have nothing to resume."""
+
+    def __init__(self, place: str, and_then: str) -> None:
+        super().__init__("disk", f"{place}{and_then}.")
+        self.place = f"{place}."
+
+
 class WireError(ValueError):
     """Bytes that are no message: see the subclasses in `segue.wire`."""

@@ -13,26 +13,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from segue.errors import RunFailed, UserError
+from segue.errors import DiskFailed, UserError
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full or unwritable disk under `path` into a `RunFailed` of one sentence; other errors pass."""
+    """Turn a full or unwritable disk under `path` into a `DiskFailed` of one sentence; other errors pass."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why, remedy = "the disk is full", "free some space there and go on with --resume"
+            why, remedy, again = "the disk is full", "free some space there", " and go on with --resume"
         elif error.errno == errno.EFBIG:
-            why, remedy = "a file would exceed the limit on file sizes", "raise it (ulimit -f) and go on with --resume"
+            why, remedy, again = "a file would exceed the limit on file sizes", "raise it (ulimit -f)", " and go on with --resume"
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            why, remedy = "writing there is not allowed", "make it writable and go on with --resume"
+            why, remedy, again = "writing there is not allowed", "make it writable", " and go on with --resume"
         elif error.errno == errno.EIO:
-            why, remedy = "the disk reports an error", "go on with --resume on a copy of the run directory"
+            why, remedy, again = "the disk reports an error", "look after it", " and go on with --resume on a copy"
         else:
             raise
-        raise RunFailed("disk", f"{path} could not be written because {why}: {remedy}.") from error
+        raise DiskFailed(f"{path} could not be written because {why}: {remedy}", again) from error
 
 
 def plain(value: Any) -> Any:
@@ -47,7 +47,7 @@ def plain(value: Any) -> Any:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part. Raises `RunFailed` on a full disk."""
+    """Write a file so that a reader sees the old content or the new, never a part. Raises `DiskFailed` on a full disk."""
     with disk_errors(path):
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
@@ -102,7 +102,7 @@ class JsonLines:
                 self._file.truncate(end)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Raises `RunFailed` on a full disk."""
+        """Raises `DiskFailed` on a full disk."""
         line = json.dumps(plain(record), allow_nan=False) + "\n"
         with disk_errors(self.path):
             self._file.write(line.encode())

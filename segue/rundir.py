@@ -24,7 +24,7 @@ from pathlib import Path
 
 from segue import __version__, suite_path
 from segue.build import git_sha
-from segue.errors import RunFailed, UserError
+from segue.errors import DiskFailed, UserError
 from segue.files import JsonLines, disk_errors, read_jsonl, write_atomic
 
 CONFIG, METRICS, SUMMARY, ATTEMPTS, LOCK = "config.toml", "metrics.jsonl", "summary.json", "attempts.jsonl", ".lock"
@@ -66,8 +66,8 @@ class RunDir:
             run._clear()
             run._make_folders()
             write_atomic(path / CONFIG, config_toml.encode())
-        except RunFailed as error:
-            raise UserError(error.sentence.replace(" and go on with --resume", "")) from error
+        except DiskFailed as error:
+            raise UserError(error.place) from error
         except OSError as error:
             raise UserError(f"The run directory {path} cannot be made ({error.strerror}): {remedy}.") from None
         return run

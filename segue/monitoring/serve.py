@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from segue.errors import RunFailed, UserError
+from segue.errors import DiskFailed, RunFailed, UserError
 from segue.files import write_atomic
 from segue.metrics.scrape import get
 from segue.monitoring.binaries import HOW_TO_GET, find
@@ -47,8 +47,8 @@ def monitor(
         write_files(run, folder, interval)
         log.parent.mkdir(exist_ok=True)
         output = open(log, "ab")  # noqa: SIM115 - closed below
-    except RunFailed as error:
-        raise UserError(error.sentence.replace(" and go on with --resume", "")) from error
+    except DiskFailed as error:
+        raise UserError(error.place) from error
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written ({error.strerror}): make it a place that can be.") from None
     with output:
@@ -90,7 +90,7 @@ def check_port(port: int) -> None:
 
 
 def write_files(run: RunDir, folder: Path, interval: float) -> None:
-    """Configuration and rules of this run. Raises `RunFailed` on a full disk."""
+    """Configuration and rules of this run. Raises `DiskFailed` on a full disk."""
     for name in ("data", "vllm"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     config = prometheus_config(run.path.resolve(), folder, folder, interval, interval)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from segue.config import Config, load_config
-from segue.errors import RunFailed, UserError
+from segue.errors import DiskFailed, UserError
 from segue.files import read_jsonl, write_atomic
 from segue.report.curves import SMOOTHING, Chart, charts
 from segue.report.page_style import STYLE
@@ -38,8 +38,8 @@ def write_page(path: Path, file: Path | None = None, now: datetime | None = None
         raise UserError(f"The page cannot be written to {there} ({why}): name a file in a folder that exists.")
     try:
         write_atomic(there, text.encode())
-    except RunFailed as error:
-        raise UserError(error.sentence.replace(" and go on with --resume", "")) from error
+    except DiskFailed as error:
+        raise UserError(error.place) from error
     return there
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import Parser, ended, install, json_file
+from benchmarks.command import Parser, ended, install, json_file, sentence
 from segue.bench import FOLDER, commands
+from segue.errors import DiskFailed, RunFailed
 
 
 def test_a_mistake_is_one_sentence_without_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,3 +64,9 @@ def test_parsers_are_named_as_the_command_names_them() -> None:
     for name in named:
         module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
         assert f'Parser("{name}"' in Path(str(module.__file__)).read_text(encoding="utf-8")
+
+
+def test_a_full_disk_is_not_answered_with_an_option_that_benchmarks_do_not_have() -> None:
+    full = DiskFailed("out could not be written because the disk is full: free some space there", " and go on with --resume")
+    assert sentence(full) == "out could not be written because the disk is full: free some space there."
+    assert sentence(RunFailed("rollout", "A node died.")) == "A node died."

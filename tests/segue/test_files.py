@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segue.errors import RunFailed, UserError
+from segue.errors import DiskFailed, RunFailed, UserError
 from segue.files import JsonLines, disk_errors, plain, read_jsonl, write_atomic, write_json
 
 # --- JSON lines -----------------------------------------------------------------------------------------------------
@@ -100,8 +100,10 @@ def test_a_full_disk_under_metrics_is_one_sentence(tmp_path: Path) -> None:
     ],
 )
 def test_each_disk_trouble_has_its_sentence(number: int, words: str) -> None:
-    with pytest.raises(RunFailed, match=words), disk_errors(Path("x")):
+    with pytest.raises(DiskFailed, match=words) as failed, disk_errors(Path("x")):
         raise OSError(number, os.strerror(number))
+    assert " and go on with --resume" in failed.value.sentence
+    assert "resume" not in failed.value.place
 
 
 def test_other_errors_are_not_taken_for_a_full_disk() -> None:
