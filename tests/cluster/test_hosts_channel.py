@@ -44,6 +44,39 @@ def test_the_last_word_is_not_lost_to_beats_that_come_after_it(
     assert not closing.is_alive()
 
 
+def test_who_shows_life_is_waited_for_though_it_hears_late(
+    ends: tuple[Channel[MemberSays, HeadSays], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a cut what was said last may come a minute late, while the other end's beats come at once."""
+    monkeypatch.setattr(channels, "FAREWELL_SECONDS", 0.05)
+    channel, bare = ends
+    bare.send_bytes(wire.encode(MemberSays(Beat())))
+    channel.send(HeadSays(End(3)))
+    closing = threading.Thread(target=channel.close)
+    closing.start()
+    for _ in range(10):
+        closing.join(0.05)
+        bare.send_bytes(wire.encode(MemberSays(Beat())))
+    assert closing.is_alive(), "it did not wait for one that beats"
+    assert wire.decode(bare.recv_bytes(), HeadSays).message == End(3)
+    bare.close()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+
+
+def test_who_shows_no_life_is_not_waited_for(
+    ends: tuple[Channel[MemberSays, HeadSays], Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channels, "FAREWELL_SECONDS", 0.05)
+    monkeypatch.setattr(channels, "LIFE_SECONDS", 0.2)
+    channel, bare = ends
+    bare.send_bytes(wire.encode(MemberSays(Beat())))
+    closing = threading.Thread(target=channel.close)
+    closing.start()
+    closing.join(SECONDS)
+    assert not closing.is_alive()
+
+
 def test_what_arrived_is_heard_though_nothing_can_be_sent_any_more(
     ends: tuple[Channel[MemberSays, HeadSays], Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,10 +4,11 @@ consumes       bytes of the other end
 produces       decoded messages, in a queue; None once the connection is over
 waits for      the other end, at most `SILENCE_SECONDS`
 unblocked by   a message, a beat, the connection's end, or the silence
-on cancel      `close`: both threads end; the other end has `FAREWELL_SECONDS` to take leave
+on cancel      `close`: both threads end; the other end has `FAREWELL_SECONDS` to take leave, and more while it shows life
 
 A system that closes a connection and still gets bytes resets it, and a reset may overtake what was sent last. So who closes says
-first that nothing more comes, and reads on until the other end, whose reader then has all, says the same.
+first that nothing more comes, and reads on until the other end, whose reader then has all, says the same. After a cut that may
+take longer: TCP sends what was lost again after a pause that has doubled with each try; what the other end says comes at once.
 
 Threads and blocking sockets, because the processes that hold these wait for other things with their loops, or have none.
 """
@@ -19,6 +20,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Generic, TypeVar
@@ -32,7 +34,10 @@ Out = TypeVar("Out", HeadSays, MemberSays)
 
 
 FAREWELL_SECONDS = 2.0
-"""An end that is alive takes leave at once; one that is cut off never does."""
+"""An end that hears takes leave at once; one that is cut off never does."""
+LIFE_SECONDS = 3 * BEAT_SECONDS
+"""Who has said nothing for so long shows no life."""
+_LOOK_SECONDS = 0.1
 PROOF_SECONDS = 10.0
 """Both ends have proved themselves within this, or what is at the other end is none of ours."""
 
@@ -72,6 +77,7 @@ class Channel(Generic[In, Out]):
         self._over = threading.Event()
         self._heard = threading.Condition()
         self._times = 0
+        self._last = float("-inf")
         self.why = ""
         self.inbox: queue.Queue[In | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
@@ -103,9 +109,13 @@ class Channel(Generic[In, Out]):
         _shut(self._connection, socket.SHUT_WR)
 
     def close(self, why: str = "closed", seconds: float | None = None) -> None:
-        """End both threads. What was sent arrives, if the other end takes leave within `seconds` (`FAREWELL_SECONDS`)."""
+        """End both threads. What was sent arrives, if the other end takes leave within `seconds` (`FAREWELL_SECONDS`), or shows
+        life (`LIFE_SECONDS`) until it does, for at most `SILENCE_SECONDS`."""
         self.farewell(why)
         self._reader.join(FAREWELL_SECONDS if seconds is None else seconds)
+        until = time.monotonic() + SILENCE_SECONDS
+        while self._reader.is_alive() and time.monotonic() < min(until, self._last + LIFE_SECONDS):
+            self._reader.join(_LOOK_SECONDS)
         _shut(self._connection, socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._connection.close()
@@ -118,6 +128,7 @@ class Channel(Generic[In, Out]):
                 said = wire.decode(self._connection.recv_bytes(1 << 20), self._receives)
                 with self._heard:
                     self._times += 1
+                    self._last = time.monotonic()
                     self._heard.notify_all()
                 if not isinstance(said.message, Beat):
                     self.inbox.put(said)

@@ -22,10 +22,9 @@ from multiprocessing.connection import Connection, Listener
 
 import msgspec
 
-from segue.cluster.hosts.channel import FAREWELL_SECONDS, AuthenticationError, Channel, prove
+from segue.cluster.hosts.channel import FAREWELL_SECONDS, LIFE_SECONDS, AuthenticationError, Channel, prove
 from segue.cluster.hosts.facts import differences
 from segue.cluster.hosts.messages import (
-    BEAT_SECONDS,
     Check,
     Checked,
     End,
@@ -40,8 +39,6 @@ from segue.cluster.hosts.messages import (
 from segue.errors import RunFailed, UserError
 
 CHECK_SECONDS = 60.0
-LIFE_SECONDS = 3 * BEAT_SECONDS
-"""A host whose number another one claims has so long to give a sign of life; else the other takes its place."""
 ACCEPT_AGAIN_SECONDS = 1.0
 """After an `accept` that failed: what it lacks, say files that may be open, does not come back sooner."""
 
