@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -46,12 +45,13 @@ from benchmarks.learning_cells import (
 )
 from benchmarks.learning_figures import summarize, table
 from benchmarks.learning_plot import plot
+from benchmarks.results_folder import locked
 from segue.config import load_config
 from segue.errors import RunFailed, UserError
 from segue.files import disk_errors, write_json
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.toml"
-SETTINGS, LOCK, RESULTS = "settings.json", ".lock", "results.json"
+SETTINGS, RESULTS = "settings.json", "results.json"
 STEPS, LR, MINIBATCHES, EVAL_TASKS = 48, 3e-4, 2, 256
 
 Run = Callable[[Cell], Outcome]
@@ -92,18 +92,9 @@ class Plan:
 def opened(plan: Plan) -> Iterator[None]:
     """The folder, made if need be, ours alone, and of these settings. Raises `UserError`."""
     folder = plan.folder
-    try:
-        (folder / "cells").mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK, "w")  # noqa: SIM115 - held until the end
-    except OSError as error:
-        raise UserError(f"{folder} cannot be used as a results folder ({error.strerror}): name another with --results.") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{folder} is in use by another run of this benchmark: wait for it, or name another folder."
-            ) from None
+    with locked(folder, "--results"):
+        with disk_errors(folder):
+            (folder / "cells").mkdir(exist_ok=True)
         file = folder / SETTINGS
         try:
             known = json.loads(file.read_text(encoding="utf-8"))

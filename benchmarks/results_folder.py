@@ -30,15 +30,25 @@ def claimed(out: Path) -> Iterator[None]:
             raise UserError(f"{out} exists already and is not a folder: give --out another name, or remove it.")
         if out.is_dir() and not (out / RESULTS).is_file() and any(path.name != LOCK for path in out.iterdir()):
             raise UserError(f"{out} exists already and is not an empty folder: give --out another name, or remove it.")
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / LOCK, "w")  # noqa: SIM115 - held until the end
     except OSError as error:
-        raise UserError(f"{out} cannot be made ({error.strerror}): give --out another name.") from None
+        raise UserError(f"{out} cannot be read ({error.strerror}): give --out another name.") from None
+    with locked(out, "--out"):
+        yield
+
+
+@contextlib.contextmanager
+def locked(folder: Path, option: str) -> Iterator[None]:
+    """The folder, made if need be, and ours alone. `option` names it on the command line. Raises `UserError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / LOCK, "w")  # noqa: SIM115 - held until the end
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made ({error.strerror}): give {option} another name.") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{out} is in use by another benchmark: wait for it, or give --out another name.") from None
+            raise UserError(f"{folder} is in use by another benchmark: wait for it, or give {option} another name.") from None
         yield
 
 

@@ -310,7 +310,7 @@ def test_a_folder_in_use_or_of_another_kind_is_refused(
     with open(tmp_path / "out" / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert command() == 2
-    assert "is in use by another run" in capsys.readouterr().err
+    assert "is in use by another benchmark" in capsys.readouterr().err
     (tmp_path / "out" / "cells" / "eta0-sync-seed0.json").write_text("{}")
     assert command() == 2
     assert "holds cells without their settings.json" in capsys.readouterr().err
@@ -324,7 +324,7 @@ def test_a_results_folder_that_cannot_be_one(
 ) -> None:
     (tmp_path / "out").write_text("a file")
     assert command() == 2
-    assert "cannot be used as a results folder" in capsys.readouterr().err
+    assert "cannot be made" in capsys.readouterr().err
 
 
 def test_a_damaged_or_misnamed_cell_is_refused(tmp_path: Path) -> None:

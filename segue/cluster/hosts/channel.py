@@ -108,12 +108,12 @@ class Channel(Generic[In, Out]):
         self._end(why)
         _shut(self._connection, socket.SHUT_WR)
 
-    def close(self, why: str = "closed", seconds: float | None = None) -> None:
+    def close(self, why: str = "closed", seconds: float | None = None, patience: float = SILENCE_SECONDS) -> None:
         """End both threads. What was sent arrives, if the other end takes leave within `seconds` (`FAREWELL_SECONDS`), or shows
-        life (`LIFE_SECONDS`) until it does, for at most `SILENCE_SECONDS`."""
+        life (`LIFE_SECONDS`) until it does, for at most `patience` seconds."""
         self.farewell(why)
         self._reader.join(FAREWELL_SECONDS if seconds is None else seconds)
-        until = time.monotonic() + SILENCE_SECONDS
+        until = time.monotonic() + patience
         while self._reader.is_alive() and time.monotonic() < min(until, self._last + LIFE_SECONDS):
             self._reader.join(_LOOK_SECONDS)
         _shut(self._connection, socket.SHUT_RDWR)

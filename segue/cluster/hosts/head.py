@@ -25,6 +25,7 @@ import msgspec
 from segue.cluster.hosts.channel import FAREWELL_SECONDS, LIFE_SECONDS, AuthenticationError, Channel, prove
 from segue.cluster.hosts.facts import differences
 from segue.cluster.hosts.messages import (
+    SILENCE_SECONDS,
     Check,
     Checked,
     End,
@@ -165,7 +166,8 @@ class Head:
         self.close(2)
 
     def close(self, code: int) -> None:
-        """Tell all members that the run is over, and with which exit code; they have `FAREWELL_SECONDS` to hear it."""
+        """Tell all members that the run is over, and with which exit code; they have `FAREWELL_SECONDS` to hear it, and those
+        that show life `SILENCE_SECONDS`, all together."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -173,9 +175,10 @@ class Head:
         for member in members:
             member.say(End(code))
             member.channel.farewell()
-        until = time.monotonic() + FAREWELL_SECONDS
+        began = time.monotonic()
         for member in members:
-            member.channel.close(seconds=max(0.0, until - time.monotonic()))
+            spent = time.monotonic() - began
+            member.channel.close(seconds=max(0.0, FAREWELL_SECONDS - spent), patience=max(0.0, SILENCE_SECONDS - spent))
         with contextlib.suppress(OSError):
             self._listener.close()
 
