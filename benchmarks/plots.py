@@ -40,6 +40,7 @@ STYLE: dict[Any, Any] = {
 
 Document = Mapping[str, Any]
 Value = Callable[[Mapping[str, Any]], float | None]
+Values = Callable[[Mapping[str, Any]], Sequence[float]]
 
 
 class Drawn(msgspec.Struct, frozen=True):
@@ -51,13 +52,15 @@ class Drawn(msgspec.Struct, frozen=True):
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """One set of axes. `spread` picks the points; `upper` is drawn dotted beside `value`; `level` is a line across."""
+    """One set of axes. `spread` picks the points; `upper` is drawn dotted beside `value`, `each` (of all seeds) as a bar over
+    its range; `level` is a line across."""
 
     title: str
     ylabel: str
     spread: float | None
     value: Value
     upper: Value | None = None
+    each: Values | None = None
     level: float | None = None
     share: bool = False
 
@@ -103,11 +106,15 @@ def _plots(document: Document) -> list[tuple[str, str, list[Panel]]]:
         for panel in over_spreads("share of time waiting", idle(role), share=True)
     ]
     return [
-        ("speedup", "Speed-up over sync", over_spreads("trained tokens/s ÷ those of sync", _of("speedup"), level=1.0)),
+        (
+            "speedup",
+            "Speed-up over sync",
+            over_spreads("trained tokens/s ÷ those of sync", _of("speedup"), each=_all("speedups"), level=1.0),
+        ),
         (
             "efficiency",
             "Efficiency",
-            over_spreads("trained tokens/s ÷ lower ceiling", _of("efficiency"), level=1.0, share=True),
+            over_spreads("trained tokens/s ÷ lower ceiling", _of("efficiency"), each=_all("efficiencies"), level=1.0, share=True),
         ),
         ("idle", "Idle shares", shares),
         (
@@ -120,6 +127,10 @@ def _plots(document: Document) -> list[tuple[str, str, list[Panel]]]:
 
 def _of(key: str) -> Value:
     return lambda arm: arm.get(key)
+
+
+def _all(key: str) -> Values:
+    return lambda arm: arm.get(key) or ()
 
 
 def _points(document: Document, panel: Panel) -> list[Mapping[str, Any]]:
@@ -162,11 +173,14 @@ def _panel(document: Document, panel: Panel, axis: Axes) -> None:
                 xs, ys = zip(*found, strict=True)
                 label = arm if line == "-" else "_nolegend_"
                 axis.plot(xs, ys, linestyle=line, color=colour, marker=marker if line == "-" else "", label=label)
+        for point in points if panel.each is not None else ():
+            if len(seeds := panel.each(point["arms"][arm])) > 1:
+                axis.vlines(point["x"], min(seeds), max(seeds), colors=colour, linewidth=1.0, alpha=0.7)
     if panel.level is not None:
         axis.axhline(panel.level, color="#888888", linewidth=0.8, zorder=0)
     axis.set_xlabel(document["sweep"]["axis"])
     axis.set_ylabel(panel.ylabel)
-    axis.set_ylim(bottom=0.0, top=1.05 if panel.share else None)
+    axis.set_ylim(bottom=0.0, top=max(1.05, axis.get_ylim()[1]) if panel.share else None)  # an efficiency may be above 1
     axis.set_xticks([point["x"] for point in points])
     if panel.title:
         axis.set_title(panel.title, fontsize=9.0)

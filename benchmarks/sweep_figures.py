@@ -98,6 +98,7 @@ def arm_document(runs: Sequence[Measured], sync: Sequence[Measured] | None) -> d
         "wasted_share": median(lambda f: f.wasted.run_share),
         "length_bias": median(lambda f: f.length_bias),
         "efficiency": median(lambda f: f.efficiency.value if f.efficiency else None),
+        "efficiencies": [f.efficiency.value for f in figures if f.efficiency],
         **{key: statistics.median(run.more[key] for run in runs) for key in runs[0].more},
         "runs": [{"seed": run.seed, **run.more, "figures": msgspec.to_builtins(run.figures)} for run in runs],
     }

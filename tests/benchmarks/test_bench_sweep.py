@@ -298,6 +298,18 @@ def test_plots_without_a_figure_are_left_out_and_ids_stay_apart(tmp_path: Path) 
     assert all(name.startswith("speedup-") for name in re.findall(r'\bid="([^"]+)"', inline))
 
 
+@pytest.mark.parametrize(("seeds", "bars"), [([0.9, 1.2], 2), ([0.9], 0)])
+def test_a_bar_shows_the_seeds_from_least_to_greatest(seeds: list[float], bars: int, tmp_path: Path) -> None:
+    arms = {"sync": ARM | {"efficiency": 1.0, "efficiencies": seeds}}
+    document = {
+        "arms": {"sync": {}},
+        "sweep": {"axis": "x", "spread_label": "σ"},
+        "points": [{"x": x, "spread": None, "arms": arms} for x in (1.0, 2.0)],
+    }
+    svg = next(plot.svg for plot in plots.draw(document, tmp_path) if plot.name == "efficiency")
+    assert len(re.findall(r'id="LineCollection_\d+"', svg)) == bars
+
+
 def test_the_window_leaves_out_what_a_heavy_tail_fills() -> None:
     world = load_world(straggler.SWEEP.scenario, {"config": {"steps": 40}})
     assert (window_of(world).warm, window_of(world).last) == (10, 34)
