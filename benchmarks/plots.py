@@ -173,8 +173,8 @@ def _panel(document: Document, panel: Panel, axis: Axes) -> None:
                 xs, ys = zip(*found, strict=True)
                 label = arm if line == "-" else "_nolegend_"
                 axis.plot(xs, ys, linestyle=line, color=colour, marker=marker if line == "-" else "", label=label)
-        for point in points if panel.each is not None else ():
-            if len(seeds := panel.each(point["arms"][arm])) > 1:
+        for point in points:
+            if panel.each is not None and len(seeds := panel.each(point["arms"][arm])) > 1:
                 axis.vlines(point["x"], min(seeds), max(seeds), colors=colour, linewidth=1.0, alpha=0.7)
     if panel.level is not None:
         axis.axhline(panel.level, color="#888888", linewidth=0.8, zorder=0)

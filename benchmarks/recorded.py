@@ -25,6 +25,7 @@ from learner.batches import PreparedBatch
 from learner.diagnostics import token_diagnostics
 from learner.trainer import StepStats, Trainer
 from rollout.embedded import EmbeddedEngine
+from rollout.embedded.settings import settings
 from rollout.pauses import Pauses
 from segue.clock import Compute
 from segue.config import Config
@@ -89,13 +90,11 @@ def record(
     """See the module."""
     return RecordingEngine(
         model_path,
-        slots=config.rollout.slots,
-        max_tokens=config.rollout.max_tokens,
-        dtype=config.rollout.dtype,
         device=device,
         compute=compute,
         tokenizer=tokenizer,
         file=(folder or Path(config.rollout.engine_args["folder"])) / f"{node}{SUFFIX}",
+        **settings(config),
     )
 
 

@@ -286,19 +286,9 @@ def _engine(spec: RoleSpec, config: Config, device: str, compute: Compute, token
         unblock_sigterm()  # what it starts it may end by SIGTERM
         return own_engine(config, node=spec.name, model_path=spec.model_path, device=device, compute=compute, tokenizer=tokenizer)
     from rollout.embedded import EmbeddedEngine
+    from rollout.embedded.settings import settings
 
-    return EmbeddedEngine(
-        spec.model_path,
-        slots=rollout.slots,
-        max_tokens=rollout.max_tokens,
-        dtype=rollout.dtype,
-        device=device,
-        compute=compute,
-        tokenizer=tokenizer,
-        idle_slots=rollout.idle_slots,
-        decode_cost=config.serial.decode_seconds,
-        prefill_cost_per_token=config.serial.prefill_seconds_per_token,
-    )
+    return EmbeddedEngine(spec.model_path, device=device, compute=compute, tokenizer=tokenizer, **settings(config))
 
 
 def _expected(path: str, config: Config) -> dict[str, Any]:

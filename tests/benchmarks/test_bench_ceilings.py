@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from engine_models import Staged, named, save, tiny
 
 from benchmarks import ceilings
 from benchmarks.figures import Window
-from benchmarks.recorded import RecordingEngine, ReplayEngine, load_turns
+from benchmarks.recorded import RecordingEngine, ReplayEngine, load_turns, record
 from benchmarks.watched import Watched
+from rollout.embedded import EmbeddedEngine
 from segue.clock import ThreadCompute
 from segue.config import load_config
 from segue.errors import RunFailed
@@ -86,6 +88,16 @@ async def test_what_is_repeated_counts_its_prefill_as_an_engine_that_keeps_kv_un
     assert [(a.cached, a.prefilled, a.lost) for a in third.admissions] == [(0, 29, "weight_update")]
     counts = engine.counts()
     assert (counts.prefill_tokens, counts.cached_tokens, counts.decode_tokens) == (9 + 4 + 29, 15, 18)
+
+
+def test_the_recording_engine_keeps_as_much_kv_as_a_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr(EmbeddedEngine, "__init__", lambda self, path, **options: built.append(options))
+    config = load_config(CONFIG, [])
+    record(config, node="rollout-0", model_path="", device="cpu", compute=ThreadCompute("none"), tokenizer=None, folder=tmp_path)
+    [options] = built
+    assert (options["slots"], options["idle_slots"]) == (config.rollout.slots, config.rollout.idle_slots)
+    assert (options["dtype"], options["max_tokens"]) == (config.rollout.dtype, config.rollout.max_tokens)
 
 
 def test_nothing_recorded_is_said(tmp_path: Path) -> None:
