@@ -87,6 +87,16 @@ def command_line(run: RunDir, model: str, attempt: int, resume: str, only_eval: 
     return [*line, *(["--resume", resume] if resume else []), *(["--only-eval"] if only_eval else [])]
 
 
+def tell_failure(error: Exception, process: str, report: Report) -> int:
+    """Log and report why the run failed; returns the exit code. Whoever has something to stop does this first: where the stop
+    hangs, the supervisor kills the process, and the cause would go with it."""
+    failure = failure_of(error, process)
+    log.error("the run failed", exc_info=error)
+    code = 2 if failure.fault == "user" else 1
+    report.result(code, failure.error, failure.sentence)
+    return code
+
+
 def run_job(process: str, work: Callable[[Job], int]) -> int:
     """Do `work`, which reports its result, as the process `process`; report its failure; return the exit code.
 
@@ -111,9 +121,6 @@ def run_job(process: str, work: Callable[[Job], int]) -> int:
             config = load_config(run.config)
             code = work(Job(run, config, told.model, told.attempt, told.resume, told.only_eval, report, console, scratch))
         except Exception as error:
-            failure = failure_of(error, process)
-            log.exception("the run failed")
-            code = 2 if failure.fault == "user" else 1
-            report.result(code, failure.error, failure.sentence)
+            code = tell_failure(error, process, report)
         console.drain(END_SECONDS)
     return code

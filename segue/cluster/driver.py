@@ -16,7 +16,7 @@ import signal
 from collections.abc import Collection
 from typing import Any
 
-from segue.cluster.child import Job, run_job
+from segue.cluster.child import Job, run_job, tell_failure
 from segue.cluster.controller import Controller
 from segue.cluster.cores import pin
 from segue.cluster.crew import Crew
@@ -76,6 +76,8 @@ class Driver:
             crew.say(f"all {len(crew.actors)} roles run after {loop.time() - began:.1f} s")
             code = await self._course()
             self._report.result(code)
+        except Exception as error:
+            code = tell_failure(error, "driver", self._report)
         finally:
             self._report.stopping()
             await self._stop()

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Collection
 from typing import Any
 
 from segue.clock import LogicalLoop
-from segue.cluster.child import Job, run_job
+from segue.cluster.child import Job, run_job, tell_failure
 from segue.cluster.controller import Controller
 from segue.cluster.peers import LocalPeer
 from segue.cluster.processes import survive_sigterm
@@ -43,9 +43,11 @@ class Serial:
             self._job.report.started()
             code = await self._course()
             self._job.report.result(code)
-            return code
+        except Exception as error:
+            code = tell_failure(error, "serial", self._job.report)
         finally:
             await self._stop()
+        return code
 
     async def _build(self) -> None:
         from weightsync.local import LocalHub

@@ -8,14 +8,17 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from segue.cluster import driver as drivers
 from segue.cluster.child import Job, Report
 from segue.cluster.controller import Controller
 from segue.cluster.driver import Driver
 from segue.cluster.role_handle import Died
 from segue.cluster.roles import Facts
+from segue.cluster.serial import Serial
 from segue.config import Config, to_toml
 from segue.config.root import resolve
 from segue.console import Console
@@ -111,6 +114,25 @@ async def test_a_learner_that_fails_ends_the_course_without_an_evaluation(config
     with pytest.raises(RunFailed, match="No batch came"):
         await asyncio.wait_for(controller.run(), SECONDS)
     assert START_EVAL.name not in asked
+
+
+@pytest.mark.parametrize("serial", [False, True])
+async def test_the_first_cause_is_logged_and_reported_before_anything_is_stopped(
+    config: Config, run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, serial: bool
+) -> None:
+    """Where roles or Ray do not stop in time, this process is killed, and nobody else knows it."""
+    order: list[Any] = []
+    failing = AsyncMock(side_effect=RunFailed("learner-0", "It broke."))
+    stopped = AsyncMock(side_effect=lambda *_: order.append("It broke." in caplog.text))
+    monkeypatch.setattr(drivers, "ray_of", lambda *_: Mock(processes=list))
+    monkeypatch.setattr(Driver, "_start", failing)
+    monkeypatch.setattr(Serial, "_build", failing)
+    for kind in (Driver, Serial):
+        monkeypatch.setattr(kind, "_stop", stopped)
+    report = Mock(spec=Report, result=lambda *what: order.append(what))
+    job = Job(run, config, "x", 1, "", False, report, Console(), run.path)
+    assert await (Serial(job).run() if serial else Driver(job).run()) == 1
+    assert order == [(1, "learner-0", "It broke."), True]
 
 
 @pytest.mark.parametrize(
