@@ -39,6 +39,7 @@ DOUBT_SECONDS = 2.0
 """How long a driver that seems silent has to prove otherwise."""
 
 RAY_AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def supervise(
@@ -90,7 +91,6 @@ def watch(prepared: Prepared, serial: bool, quiet: bool = False, several: Severa
             with surviving_stdout():
                 return asyncio.run(watching.run())
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # this is the end already, and it must be whole
             end_family(grace_seconds=0.0 if watching.in_haste else 2.0)
 
 
@@ -132,13 +132,18 @@ class _Watch:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         reading = self._start_driver()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                loop.add_signal_handler(number, self._on_signal, number)
-        reader = asyncio.create_task(self._read_reports(reading))
-        self._watch(self._driver.pid, "driver", fatal=True)
-        loop.call_later(2.0 * self._config.cluster.start_seconds + GRACE_AFTER_DEATH, self._look_whether_started)
-        await self._done.wait()
+        try:
+            for number in STOPS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    # Not by `add_signal_handler`: a loop that closes puts back what ends the process.
+                    signal.signal(number, lambda number, _: loop.call_soon_threadsafe(self._on_signal, number))
+            reader = asyncio.create_task(self._read_reports(reading))
+            self._watch(self._driver.pid, "driver", fatal=True)
+            loop.call_later(2.0 * self._config.cluster.start_seconds + GRACE_AFTER_DEATH, self._look_whether_started)
+            await self._done.wait()
+        finally:
+            for number in STOPS:  # this is the end already, and it must be whole; nothing is started any more that inherits it
+                signal.signal(number, signal.SIG_IGN)
         await asyncio.wait([reader], timeout=2.0)  # the pipe ends with the driver and whoever inherited it
         reader.cancel()
         for fd in list(self._fds):

@@ -9,8 +9,10 @@ import os
 import signal
 import sys
 import textwrap
+from collections.abc import Coroutine
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -45,11 +47,12 @@ def under_watch(prepared: Prepared, script: str, monkeypatch: pytest.MonkeyPatch
     """Watch a script; whatever comes of it, nothing is left."""
     code = "\n".join([HEAD, *map(textwrap.dedent, (script, *then))])
     monkeypatch.setattr(supervisor, "_command", lambda *_: [sys.executable, "-c", code])
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in supervisor.STOPS}
     try:
         return watch(prepared, serial=False)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         adopt_orphans(False)
         assert not [child for child in psutil.Process().children(recursive=True) if child.name() != "resource_tracker"]
 
@@ -208,6 +211,33 @@ def test_sigterm_may_come_twice(prepared: Prepared, monkeypatch: pytest.MonkeyPa
     """
     with pytest.raises(RunFailed, match="What came of it"):
         under_watch(prepared, script, monkeypatch, RESULT % (1, "disk", "What came of it."))
+
+
+def test_no_signal_cuts_the_end_short_or_changes_its_code(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM's second SIGTERM may come while what a driver left behind is ended; and also as the loop closes it is not deadly."""
+    run, end_family = asyncio.run, supervisor.end_family
+
+    def signalled() -> None:
+        assert [signal.getsignal(number) for number in supervisor.STOPS] == [signal.SIG_IGN] * 3
+        for number in supervisor.STOPS:
+            os.kill(os.getpid(), number)
+
+    def to_the_end(work: Coroutine[Any, Any, int]) -> int:
+        async def working() -> int:
+            try:
+                return await work
+            finally:
+                signalled()
+
+        return run(working())
+
+    def ending(grace_seconds: float) -> list[str]:
+        signalled()
+        return end_family(grace_seconds)
+
+    monkeypatch.setattr(asyncio, "run", to_the_end)
+    monkeypatch.setattr(supervisor, "end_family", ending)
+    assert under_watch(prepared, RESULT % (3, "", ""), monkeypatch) == 3
 
 
 def test_a_stop_that_fails_after_an_interrupt_says_so(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
