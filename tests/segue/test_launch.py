@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import shutil
 import subprocess
@@ -149,6 +150,20 @@ def test_why_it_installs_again_is_said(checkout: Checkout) -> None:
         file.write("# changed\n")
     assert "(why: another pyproject.toml than it was made with)" in checkout.launch("--install-only")[1]
     assert checkout.launch("--install-only")[1] == ""
+
+
+def test_another_install_is_waited_for_aloud_and_not_for_ever(checkout: Checkout) -> None:
+    lock, venv = checkout.path / ".venv.lock", checkout.path / ".venv"
+    with lock.open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        code, out, err = checkout.launch("my.toml", JOIN_SECONDS="1")
+    assert (code, out) == (2, f"launch.sh: waiting for another install in {venv} (at most 1 s)\n")
+    assert err == (
+        f"launch.sh: another install in {venv} is not done after 1 s: end what holds {lock}, or raise JOIN_SECONDS.\n"
+    )
+    assert checkout.installs() == 0
+    code, out, _ = checkout.launch("my.toml", JOIN_SECONDS="1")
+    assert code == 0 and "waiting" not in out and checkout.installs() > 0
 
 
 def test_a_checkout_that_cannot_be_written_is_one_sentence(checkout: Checkout) -> None:
