@@ -41,6 +41,29 @@ def test_a_late_one_is_asked_and_one_that_does_not_listen_is_killed(monkeypatch:
     assert ended.late and ended.code in (-signal.SIGKILL, -signal.SIGTERM)
 
 
+def test_one_that_closes_its_output_and_goes_on_is_waited_for_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "STOP_SECONDS", 0.2)
+    closed = "import os, sys, time; os.close(1); os.close(2); time.sleep(float(sys.argv[1])); os._exit(7)"
+    assert children.run([*python(closed), "0.5"], 60.0) == children.Ended(7, False, [])
+    ended = children.run([*python(closed), "600"], 0.5)
+    assert ended.late and ended.code in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("then", "deadline", "code"), [("os._exit(7)", 60.0, 7), ("time.sleep(600)", 1.0, -signal.SIGTERM)])
+def test_what_a_program_leaves_behind_with_its_output_is_not_waited_for(then: str, deadline: float, code: int) -> None:
+    left = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'])"
+    heard: list[str] = []
+    ended = children.run(
+        python(f"{left}\nimport os, time; print(child.pid); os.write(1, b'the rest'); {then}"),
+        deadline,
+        lambda pid, line: heard.append(line),
+    )
+    behind = psutil.Process(int(heard[0]))
+    assert behind.status() != psutil.STATUS_ZOMBIE
+    behind.kill()
+    assert (ended.code, ended.late, heard[1:]) == (code, code < 0, ["the rest"])
+
+
 def test_what_the_listener_raises_ends_the_program() -> None:
     pids: list[int] = []
 
