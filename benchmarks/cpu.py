@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from segue.errors import RunFailed
 from segue.metrics.scrape import get, targets
 from segue.rundir import RunDir
 
@@ -78,11 +79,15 @@ class CpuWatch:
         return OTHER_RAY if "ray" in command else PREPARATION
 
     def name_targets(self, run: Path) -> None:
-        """Ask the run's targets which process each of them is in."""
+        """Ask the run's targets which process each of them is in. Raises `RunFailed` where one does not answer."""
         for target in targets(RunDir.open(run)):
-            body = json.loads(get(f"http://{target.address}/health"))
-            if body["role"] != "weightsync":  # it is in another role's process
-                self._name(int(body["pid"]), f"{body['role']}-{body['rank']}")
+            try:
+                body = json.loads(get(f"http://{target.address}/health"))
+                role, name, pid = body["role"], f"{body['role']}-{body['rank']}", int(body["pid"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise RunFailed("train", f"{target.name} of the run in {run} did not say what process it is: {error}.") from error
+            if role != "weightsync":  # it is in another role's process
+                self._name(pid, name)
 
     def _name(self, pid: int, name: str) -> None:
         with self._lock:

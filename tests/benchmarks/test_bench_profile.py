@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ from prometheus_client import generate_latest
 from benchmarks import profile
 from benchmarks.cpu import SUPERVISOR, CpuWatch
 from benchmarks.figures import Window
-from segue.errors import UserError
+from segue.errors import RunFailed, UserError
 from segue.metrics import Metrics
 from segue.metrics.samples import Scrape, read_exposition
+from segue.rundir import RunDir
 
 
 def scrape(**targets: Metrics) -> Scrape:
@@ -52,6 +54,18 @@ def test_cpu_seconds_are_told_by_process_and_moment() -> None:
     cpu = profile.cpu_figures(moments, Window(1, 2))
     mine = cpu[SUPERVISOR]  # the process that was named
     assert 0.0 < mine["start"] <= mine["whole"] and 0.0 <= mine["window"] <= mine["whole"]
+
+
+def test_a_target_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "")
+    watch = CpuWatch(os.getpid())
+    watch.close()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        (run.targets / "learner-0.json").write_text(json.dumps([{"targets": [address]}]))
+        with pytest.raises(RunFailed, match=r"^learner-0 of the run in .*run did not say what process it is: .*refused.*\.$"):
+            watch.name_targets(run.path)
 
 
 def test_growth_between_two_readings_counts_who_came_in_between_whole() -> None:
