@@ -135,6 +135,39 @@ def test_a_host_that_is_silent_when_it_is_asked_is_named(
         head.check(CHECK, {})
 
 
+def test_a_host_that_leaves_before_it_answers_is_not_said_to_be_slow(meeting: Callable[[int], tuple[Head, int]]) -> None:
+    head, port = meeting(2)
+    channel = member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1))
+    head.gather(SECONDS, "embedded")
+
+    def leave() -> None:
+        heard_check(channel)
+        channel.close()
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    with pytest.raises(RunFailed, match=r"^Host 1 \(.*\) was gone before it answered \(the connection ended\): see what it pr"):
+        head.check(CHECK, {})
+    leaving.join()
+
+
+def test_a_host_that_was_lost_again_is_not_there(meeting: Callable[[int], tuple[Head, int]]) -> None:
+    """It is waited for, because it may be started again."""
+    head, port = meeting(3)
+    one, two = (msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=rank) for rank in (1, 2))
+    lost = member(port, one)
+    while 1 not in head._members:
+        assert not lost.over
+    lost.close()
+    while not head._members[1].channel.over:
+        pass
+    there = member(port, two)
+    while 2 not in head._members:
+        assert not there.over
+    with pytest.raises(RunFailed, match="Host 1 of 3 did not appear"):
+        head.gather(0.5, "embedded")
+
+
 def test_who_has_not_come_is_named(meeting: Callable[[int], tuple[Head, int]]) -> None:
     head, port = meeting(3)
     member(port, msgspec.structs.replace(facts_here(0, "127.0.0.1"), rank=1))

@@ -103,10 +103,10 @@ class Head:
         if self._count > 1:
             self._say(f"waiting for {self._count - 1} more of {self._count} hosts at {self._mine.address}:{self._port}")
         with self._changed:
-            came = self._changed.wait_for(lambda: len(self._members) >= self._count - 1, seconds)
+            self._changed.wait_for(lambda: len(self._here()) >= self._count - 1, seconds)
             self._gathered = True
-            hosts = [self._mine, *(member.facts for _, member in sorted(self._members.items()))]
-        if not came:
+            hosts = [self._mine, *(member.facts for _, member in sorted(self._here().items()))]
+        if len(hosts) < self._count:
             raise RunFailed("start", self._who_is_missing(hosts, seconds))
         if sentence := differences(hosts, engine):
             raise UserError(sentence)
@@ -123,10 +123,16 @@ class Head:
             self._changed.wait_for(lambda: all(m.checked is not None or m.channel.over for _, m in members), CHECK_SECONDS)
         for rank, member in members:
             who = f"Host {rank} ({member.facts.name})"
+            if member.checked is None and member.channel.over:
+                raise RunFailed("start", f"{who} was gone before it answered ({member.channel.why}): see what it printed.")
             if member.checked is None:
-                raise RunFailed("start", f"{who} did not answer within {CHECK_SECONDS:g} s{_because(member.channel.why)}.")
+                raise RunFailed("start", f"{who} did not answer within {CHECK_SECONDS:g} s.")
             if sentence := unfit(who, check, member.checked, needed_ports.get(rank, 1)):
                 raise UserError(sentence)
+
+    def _here(self) -> dict[int, _Member]:
+        """Under the lock: a host that was lost and is started again takes its number."""
+        return {rank: member for rank, member in self._members.items() if not member.channel.over}
 
     def _who_is_missing(self, hosts: list[HostFacts], seconds: float) -> str:
         missing = sorted(set(range(self._count)) - {host.rank for host in hosts})
@@ -310,7 +316,3 @@ def unfit(who: str, check: Check, checked: Checked, needed_ports: int) -> str:
             "stop what uses them or set another range."
         )
     return ""
-
-
-def _because(why: str) -> str:
-    return f" ({why})" if why else ""
