@@ -8,6 +8,8 @@ with it tasks and latencies. Segue runs as a user starts it, its processes on Ra
 (`benchmarks.trl_worker`), whose torch uses `--threads`: measure with one and with all cores, and believe the smaller ratio.
 docs/benchmarks.md says what could not be made the same.
 
+Exit code 1: a run failed, or Segue is not as many times as fast as claimed: 3 with latency, 1 without.
+
 TRL comes with the extra `peers` of pyproject.toml (`.venv/bin/pip install -e '.[peers]'`), or from any folder on PYTHONPATH.
 """
 
@@ -222,7 +224,7 @@ def main() -> int:
         )
     if note := result.busy(where):
         print(note)
-    return 0
+    return 0 if all(point["holds"] for point in figures["points"]) else 1
 
 
 if __name__ == "__main__":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from benchmarks import metrics_cost
 from benchmarks.metrics_cost import INTERVAL_SECONDS, asked_seconds, overall, share, write_seconds
 
 
@@ -31,3 +35,13 @@ def test_writes_and_scrapes_are_weighed_against_the_cpu_seconds_of_their_process
 
 def test_what_a_write_and_an_answer_cost_is_measured() -> None:
     assert 0.0 < write_seconds(2000, 2) < asked_seconds("rollout", 5, 2), "an answer reads hundreds of values"
+
+
+@pytest.mark.parametrize(("share_of_all", "code"), [(0.009, 0), (0.01, 1)])
+def test_a_share_that_is_too_large_is_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share_of_all: float, code: int
+) -> None:
+    figures = {"roles": {}, "write_seconds": 1e-6, "share": share_of_all}
+    monkeypatch.setattr(metrics_cost, "measure", lambda *_: dict(figures))
+    assert metrics_cost.main(["--json", str(tmp_path / "cost.json")]) == code
+    assert json.loads((tmp_path / "cost.json").read_text())["holds"] == (code == 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import trl_peer
+from benchmarks import result, trl_peer
 from benchmarks.command import install
 from benchmarks.figures import Window
 from benchmarks.trl_peer import CONFIG
@@ -93,6 +93,19 @@ def test_claims_are_judged_by_the_median_pair() -> None:
         ("without_latency", 0.9, False),
         ("with_latency", 3.1, True),
     ]
+
+
+@pytest.mark.parametrize(("holds", "code"), [([True, True], 0), ([True, False], 1)])
+def test_a_claim_that_does_not_hold_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], holds: list[bool], code: int
+) -> None:
+    points = [{"mean_seconds": 0.3, "ratio": 2.0, "ratios": [2.0], "needed": 3.0, "holds": held} for held in holds]
+    monkeypatch.setattr("sys.argv", ["trl_peer"])
+    monkeypatch.setattr(trl_peer, "check", lambda args: None)
+    monkeypatch.setattr(trl_peer, "measure", lambda args, scratch: {"points": points})
+    monkeypatch.setattr(result, "document", lambda *figures, **told: {})
+    assert trl_peer.main() == code
+    assert capsys.readouterr().out.count("NOT as claimed") == holds.count(False)
 
 
 @pytest.mark.full
