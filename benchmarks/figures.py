@@ -77,11 +77,19 @@ class Wasted(msgspec.Struct, frozen=True):
 
 
 class Efficiency(msgspec.Struct, frozen=True):
-    """Trained tokens per second against the lower of two ceilings: what generation alone, and what training alone, could do."""
+    """Trained tokens per second against the lower of two ceilings: what generation alone, and what training alone, could do.
+
+    Raises `RunFailed` for a ceiling of 0.
+    """
 
     generation_ceiling: float
     training_ceiling: float
     achieved: float
+
+    def __post_init__(self) -> None:
+        for name, ceiling in (("generation", self.generation_ceiling), ("training", self.training_ceiling)):
+            if not ceiling > 0.0:
+                raise RunFailed("ceilings", f"With {name} alone no tokens were counted, so there is no ceiling: give more steps.")
 
     @property
     def value(self) -> float:

@@ -82,7 +82,9 @@ def arm_document(runs: Sequence[Measured], sync: Sequence[Measured] | None) -> d
         return statistics.median(values) if values else None
 
     speedups = [
-        ours.figures.tokens_per_second / theirs.figures.tokens_per_second for ours, theirs in zip(runs, sync or (), strict=False)
+        ours.figures.tokens_per_second / theirs.figures.tokens_per_second
+        for ours, theirs in zip(runs, sync or (), strict=False)
+        if theirs.figures.tokens_per_second > 0.0  # over no tokens at all there is none
     ]
     return {
         "tokens_per_second": median(lambda f: f.tokens_per_second),
