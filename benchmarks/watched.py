@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import children
-from benchmarks.command import INTERRUPTED
 from segue.errors import RunFailed
 from segue.files import read_jsonl
 from segue.metrics.samples import Scrape
 from segue.metrics.scrape import scrape
 from segue.rundir import RunDir
 
+STOPPED = 128 + signal.SIGTERM
 _STEP = re.compile(r"step\s+(\d+)/\d+\s")
 
 
@@ -52,7 +52,7 @@ def train(
 ) -> Watched:
     """Run `segue train` to its end; `serial` in one process, which has nothing to scrape (no `marks` then).
 
-    `until` so many steps are trained, where not all are to be: then it is told to stop, in order, as by Ctrl-C.
+    `until` so many steps are trained, where not all are to be: then it is told to stop, in order.
     `heard(pid, line)` is called with the run's first process and each line it prints, before the targets are scraped.
 
     Raises `RunFailed` when it fails, is late, or ends before a mark was reached.
@@ -71,10 +71,10 @@ def train(
             except OSError as error:
                 raise RunFailed("train", f"A target of the run in {run} did not answer after step {done}: {error}.") from error
         if done and done == until:
-            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)  # SIGINT is ignored in what a shell runs in the background
 
     ended = children.run(command, deadline, listen)
-    if ended.code not in (0, *([INTERRUPTED] if until is not None else [])) or ended.late:
+    if ended.code not in (0, *([STOPPED] if until is not None else [])) or ended.late:
         words = "\n".join(ended.last)
         raise RunFailed(
             "train", f"{words}\nThe run in {run} {ended.why(deadline)}: its last lines are above, its logs in {run}/logs."
