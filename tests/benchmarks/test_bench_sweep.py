@@ -197,7 +197,7 @@ def test_the_defaults_are_possible_with_the_files_that_come_with_them(sweep: Swe
     assert {point.x for point in virtual.points} == set(sweep.points) and max(sweep.points) == sweep.high
     assert virtual.arms == real.arms == list(ARMS.values())
     assert setup(virtual)["episodes_in_flight"] == 128
-    assert sweep_real.setup(real)["batch_groups"] == 64
+    assert sweep_real.setup(real)["batch_groups"] == 48
 
 
 @pytest.mark.parametrize("sweep", [straggler.SWEEP, env_latency.SWEEP], ids=lambda sweep: sweep.name)
