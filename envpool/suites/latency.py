@@ -53,8 +53,8 @@ class LatencyArgs(msgspec.Struct, frozen=True):
     crash              probability per step that it ends its worker process
     transient          True draws faults anew in every attempt; False repeats them, so that the task always fails
     snapshots          False leaves only replay to rebuild an episode
-    noise              of the reward: a number drawn between 0 and this is added, so that a policy that knows nothing has groups, too,
-                       to learn from (a learner computes no gradient of a group whose members are all alike)
+    noise              of the reward: a number drawn between 0 and this is added, so that a policy that knows nothing has groups
+                       to learn from, too (a learner computes no gradient of a group whose members are all alike)
     """
 
     turns_min: Positive = 4
