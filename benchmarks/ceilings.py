@@ -3,13 +3,14 @@
 Both are whole runs of `segue train`: all processes on Ray, scheduler and env pools at work, pinned as in any arm. Only one side
 is another (`benchmarks.recorded`).
 
-generation alone  The learner is a sink: it takes every batch at once, computes and publishes nothing. No age bound holds
-                  admission back, so that every episode loop is busy. Counted are sampled tokens per second between two
-                  scrapes, after the loops were filled and before they empty. It records its turns.
+generation alone  The learner is a sink: it takes every batch at once, computes and publishes nothing. No age bound and no last
+                  step holds admission back, so that every episode loop is busy. Counted are sampled tokens per second between
+                  two scrapes, after the loops were filled; then the run is stopped. It records its turns.
 training alone    Nodes repeat those turns at next to no cost, and environments answer at once. The learner does all that it
                   does in an arm: gathering, training, checkpoints as configured, publishing, sending. Trained tokens per second
                   in the window of an asynchronous run. `training_wait_share` says how much of it the learner waited for a batch:
-                  where that is not near 0, the ceiling is not its own.
+                  where that is not near 0, the ceiling is not its own. `unknown_share` of its turns had not been recorded, and
+                  were any other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.async_vs_sync import rate, turn_seconds
-from benchmarks.figures import ROLES, Window, state_shares
+from benchmarks.figures import ROLES, Window, open_until, state_shares
+from benchmarks.recorded import unknown_share
 from benchmarks.watched import Watched, train
 from segue.config import Config, load_config
 from segue.errors import RunFailed
@@ -42,6 +44,7 @@ class Ceilings(msgspec.Struct, frozen=True):
     generation_idle_share   of the time of generation alone, that nodes waited for environments, episodes or weights
     training_wait_share     of the time of training alone, that the learner waited for batches
     repeating_share         of the time of training alone, that a node's episodes had a request in its engine
+    unknown_share           of the turns of training alone, those that were not recorded
     """
 
     generation: float
@@ -50,6 +53,7 @@ class Ceilings(msgspec.Struct, frozen=True):
     generation_idle_share: float
     training_wait_share: float
     repeating_share: float
+    unknown_share: float
 
 
 def measure(source: Path, overrides: Sequence[str], folder: Path) -> Ceilings:
@@ -58,7 +62,8 @@ def measure(source: Path, overrides: Sequence[str], folder: Path) -> Ceilings:
     config = load_config(source, list(overrides))
     window = generation_window(config)
     turns = folder / "turns"
-    alone = train(source, folder / "generation", generation_alone(overrides, window, config, turns), _marks(window), RUN_SECONDS)
+    asked = generation_alone(overrides, window, config, turns)
+    alone = train(source, folder / "generation", asked, _marks(window), RUN_SECONDS, until=window.last)
     fed = training_alone(overrides, turns)
     after = load_config(source, fed)
     trained = Window.of(after.steps, after.staleness.max_age)
@@ -70,6 +75,7 @@ def measure(source: Path, overrides: Sequence[str], folder: Path) -> Ceilings:
         generation_idle_share=sum(share for state, share in _shares(alone, window, "rollout").items() if is_idle(state)),
         training_wait_share=_shares(busy, trained, "learner")["wait_batch"],
         repeating_share=_shares(busy, trained, "rollout")["generate"],
+        unknown_share=unknown_share(turns),
     )
 
 
@@ -82,7 +88,7 @@ def generation_seconds(source: Path, overrides: Sequence[str], folder: Path) -> 
     config = load_config(source, full)
     window = generation_window(config)
     asked = generation_alone(full, window, config, folder / "turns")
-    watched = train(source, folder / "generation", asked, _marks(window), RUN_SECONDS)
+    watched = train(source, folder / "generation", asked, _marks(window), RUN_SECONDS, until=window.last)
     return turn_seconds(watched.scrapes[window.warm], watched.scrapes[window.last])[0]
 
 
@@ -96,8 +102,7 @@ def generation_window(config: Config) -> Window:
 
 def generation_alone(overrides: Sequence[str], window: Window, config: Config, turns: Path) -> list[str]:
     """Overrides: the learner is a sink, and nothing holds admission back."""
-    batch = config.batch.groups * config.group.size
-    steps = window.last + -(-config.rollout.nodes * config.rollout.max_episodes // batch) + 1
+    steps = open_until(window.last, config.rollout.nodes * config.rollout.max_episodes, config.batch.groups)
     return [
         *overrides,
         *_ASYNC,

@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from benchmarks.command import ended
+from benchmarks.suite_latency import suite_latency
 from benchmarks.sweep import Sweep, run
 from benchmarks.sweep_figures import Point
-from benchmarks.tails import mean_of, suite_latency
+from benchmarks.tails import mean_of
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.scenario import World
 from segue.config import Config

@@ -44,6 +44,15 @@ class Window(msgspec.Struct, frozen=True):
         return self.last - self.warm + (max_age + 1) + (max_age + 2 if max_age else 1)
 
 
+def open_until(last: int, places: int, groups: int) -> int:
+    """Steps of a run that goes on admitting groups until `last` are trained, with `places` for episodes and `groups` a batch.
+
+    A group that has begun and is not whole holds one place at least, so that at most `places` groups are ahead of those trained.
+    Where a run had no more steps than its window, admission ended long before the window did: heavy tails leave many groups open.
+    """
+    return last + -(-places // groups) + 1
+
+
 class Spread(msgspec.Struct, frozen=True):
     """Of some values."""
 
@@ -109,6 +118,7 @@ class Figures(msgspec.Struct, frozen=True):
     prefill         context tokens computed, by cause; `reprefill_share`: those computed before, over all
     length_bias     mean sampled tokens of the window's trajectories over the mean of the population that they were drawn from:
                     below 1 means that short episodes are trained first
+    env_failures    calls of environments that failed: a draw above their deadline, for one, which ends a whole worker
     """
 
     steps: int
@@ -125,6 +135,7 @@ class Figures(msgspec.Struct, frozen=True):
     wasted: Wasted
     length_bias: float | None
     efficiency: Efficiency | None = None
+    env_failures: int = 0
 
 
 def figures_of(
@@ -180,6 +191,7 @@ def figures_of(
             run_share=1.0 - step_lines.total(lines, "tokens_trained") / sampled if sampled else 0.0,
         ),
         length_bias=length_bias(here, lines, population),
+        env_failures=round(grown(before, after, "envpool", "segue_env_failures_total")),
     )
 
 

@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks import result
 from benchmarks.command import INTERRUPTED, Parser, ended, install, sentence
 from benchmarks.learning_cells import (
+    PACKAGES,
     PRESETS,
     Cell,
     Outcome,
@@ -240,9 +241,7 @@ def main() -> int:
         with opened(plan):
             figures, code = measure(args, plan, scratch)
             arguments = {**vars(args), "budget_minutes": str(args.budget_minutes)}
-            told = result.document(
-                "learning", figures, seeds=plan.seeds, arguments=arguments, packages=("torch", "transformers"), where=where
-            )
+            told = result.document("learning", figures, seeds=plan.seeds, arguments=arguments, packages=PACKAGES, where=where)
             result.write(plan.folder / RESULTS, told)
             report(figures)
             with disk_errors(plan.folder):

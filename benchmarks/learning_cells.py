@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.result import versions
 from benchmarks.results_folder import flat
 from benchmarks.watched import Watched, train
 from segue.config import Config, load_config
@@ -34,6 +35,8 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     "mask": ("learner.correction=mask",),
 }
 """Names as in docs/algorithms.md, and the settings of each."""
+PACKAGES = ("torch", "transformers")
+"""Whose versions decide what a cell learns."""
 PRESETS = {"full": ("1,2,4,8,16:all",), "thin": ("4:all", "8:none,decoupled", "16:none,decoupled")}
 CURVES = ("reward_mean", "reward_std", "entropy", "clip_fraction", "kept_fraction", "ess_token", "kl_k3", "grad_norm")
 """Statistics of metrics.jsonl that are kept step by step."""
@@ -192,8 +195,9 @@ def check_ages(lines: Sequence[Mapping[str, Any]], cell: Cell) -> None:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Everything that all cells of a folder must share, flat: "learner.lr" and so on. What a cell sets for itself is left out."""
-    settings = flat(config.model_dump(mode="json"))
+    """Everything that all cells of a folder must share, flat: "learner.lr" and so on, and the versions that made them, the commit
+    too: figures of another loss are no pair. What a cell sets for itself is left out."""
+    settings = flat({**config.model_dump(mode="json"), "versions": versions(PACKAGES)})
     own = ("seed", "warmstart.seed", "eval.before", "staleness.max_age", "serial.learner_step_seconds", "data.prefetch")
     derived = ("queue.groups", "learner.correction", "learner.proximal")
     return {key: value for key, value in settings.items() if key not in own + derived}

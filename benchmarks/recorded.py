@@ -2,7 +2,7 @@
 
     learner.trainer = "benchmarks.recorded:Sink"    takes every batch at once, and publishes nothing
     rollout.engine = "benchmarks.recorded:record"   the embedded engine; writes FOLDER/NODE.turns at its end
-    rollout.engine = "benchmarks.recorded:replay"   those turns again
+    rollout.engine = "benchmarks.recorded:replay"   those turns again; says in FOLDER/NODE.repeated how many it did not know
     rollout.engine_args = {folder = "FOLDER"}
 
 A turn is told by the seed of its episode's sampling and by the tokens sampled before it, which two runs of one seed share: an
@@ -35,6 +35,7 @@ from segue.ports.weights import StagedWeights
 from segue.trajectory import NO_VERSION
 
 SUFFIX = ".turns"
+REPEATED = ".repeated"
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +48,13 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     finish: FinishReason
 
 
+class Repeated(msgspec.Struct, frozen=True):
+    """What a node that repeats gave: turns, and how many of them were not the episode's own."""
+
+    turns: int
+    unknown: int
+
+
 def load_turns(folder: Path) -> list[Turn]:
     """All turns that the nodes of a run recorded. Raises `RunFailed` without one."""
     decoder = msgspec.msgpack.Decoder(list[Turn])
@@ -54,6 +62,13 @@ def load_turns(folder: Path) -> list[Turn]:
     if not turns:
         raise RunFailed("rollout", f"No turn was recorded in {folder}: the run before this one generated nothing.")
     return turns
+
+
+def unknown_share(folder: Path) -> float:
+    """Of the turns that the nodes of a run repeated, those that were not recorded: any other was given for them."""
+    told = [msgspec.json.decode(file.read_bytes(), type=Repeated) for file in folder.glob(f"*{REPEATED}")]
+    turns = sum(one.turns for one in told)
+    return sum(one.unknown for one in told) / turns if turns else 0.0
 
 
 # --- recording --------------------------------------------------------------------------------------------------------------
@@ -108,7 +123,9 @@ class ReplayEngine:
     weights. It passes the probe with the learner's own answer, so that the learner is not spared that work.
     """
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
+    def __init__(self, turns: Sequence[Turn], told: Path | None = None) -> None:
+        """`told`: the file that says at the end what was given."""
+        self._told = told
         self._turns = {(turn.seed, turn.offset): turn for turn in turns}
         self._any = itertools.cycle(turns)
         self._version = NO_VERSION
@@ -117,7 +134,7 @@ class ReplayEngine:
         self._probe: list[float] = []
         self._kv: dict[int, tuple[int, int]] = {}
         self._prefilled = self._cached = self._decoded = self._scored = 0
-        self.unknown = 0
+        self.given = self.unknown = 0
 
     @property
     def version(self) -> int:
@@ -128,10 +145,13 @@ class ReplayEngine:
 
     async def stop(self) -> None:
         self._open.set()
+        if self._told is not None:
+            self._told.write_bytes(msgspec.json.encode(Repeated(self.given, self.unknown)))
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         while self._pauses.paused:
             await self._open.wait()
+        self.given += 1
         turn = self._turns.get((request.seed, request.offset))
         if turn is None:
             self.unknown += 1
@@ -199,9 +219,10 @@ class ReplayEngine:
         )
 
 
-def replay(config: Config, **_: Any) -> ReplayEngine:
+def replay(config: Config, *, node: str, **_: Any) -> ReplayEngine:
     """See the module."""
-    return ReplayEngine(load_turns(Path(config.rollout.engine_args["folder"])))
+    folder = Path(config.rollout.engine_args["folder"])
+    return ReplayEngine(load_turns(folder), folder / f"{node}{REPEATED}")
 
 
 # --- a sink -----------------------------------------------------------------------------------------------------------------

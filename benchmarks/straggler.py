@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 
 from benchmarks.command import ended
+from benchmarks.suite_latency import mean_turns, suite_args, suite_latency
 from benchmarks.sweep import Sweep, run
 from benchmarks.sweep_figures import Point
-from benchmarks.tails import suite_latency, with_heaviness
+from benchmarks.tails import with_heaviness
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.scenario import World
 from segue.config import Config
 
 _LATENCY_SECONDS = 0.3
-_TURNS = 3.0
-"""Of configs/latency.toml, where a config says nothing else."""
+"""That of configs/latency.toml, where a config says nothing else."""
 
 
 def virtual(world: World, point: Point) -> dict[str, Any]:
@@ -38,10 +38,9 @@ def virtual(world: World, point: Point) -> dict[str, Any]:
 
 def real(config: Config, point: Point, generation_seconds: float) -> list[str]:
     """The latency of a step with the point's tail."""
-    args = config.task.args
-    turns = (args.get("turns_min", _TURNS) + args.get("turns_max", _TURNS)) / 2
-    draws = round(config.batch.groups * config.group.size * turns)
-    mean = float(args.get("mean") or _LATENCY_SECONDS)
+    args = suite_args(config)
+    draws = round(config.batch.groups * config.group.size * mean_turns(args))
+    mean = args.mean or _LATENCY_SECONDS
     tail = with_heaviness(Distribution(mean=mean), point.x, draws, f"--points {point.x:g}")
     return suite_latency(msgspec.structs.replace(tail, mean=mean))  # nothing is cut for real, so that its own mean is exact
 

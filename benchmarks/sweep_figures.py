@@ -99,6 +99,7 @@ def arm_document(runs: Sequence[Measured], sync: Sequence[Measured] | None) -> d
         "reprefill_share": median(lambda f: f.reprefill_share),
         "wasted_share": median(lambda f: f.wasted.run_share),
         "length_bias": median(lambda f: f.length_bias),
+        "env_failures": sum(f.env_failures for f in figures),
         "efficiency": median(lambda f: f.efficiency.value if f.efficiency else None),
         "efficiencies": [f.efficiency.value for f in figures if f.efficiency],
         **{key: statistics.median(run.more[key] for run in runs) for key in runs[0].more},

@@ -22,6 +22,7 @@ from benchmarks.async_vs_sync import setup as shared_setup
 from benchmarks.async_vs_sync import turn_seconds
 from benchmarks.figures import Efficiency, Window, figures_of, mean_length
 from benchmarks.results_folder import Kept
+from benchmarks.suite_latency import deadlines
 from benchmarks.sweep import Plan
 from benchmarks.sweep_figures import Measured, Point, Seeded
 from benchmarks.sweep_table import run_text
@@ -38,9 +39,14 @@ def setup(plan: Plan) -> dict[str, Any]:
     base = _config(plan, [])
     if base.task.env != "latency":
         raise UserError(f"{plan.source} trains on {base.task.env}: sweep a config whose task.env is 'latency'.")
+    if base.rollout.engine != "embedded" and (plan.ceilings or plan.sweep.relative):
+        raise UserError(
+            f"{plan.source} sets rollout.engine = '{base.rollout.engine}', and generation alone is measured with the embedded "
+            "engine: leave it out, or sweep straggler with --no-ceilings."
+        )
     for point in plan.points:
         for arm in plan.arms:
-            _arm(plan, base, [*plan.sweep.real(base, point, 1.0), *_lines(arm.tables(base, plan.redundancy))])
+            _arm(plan, base, [*_at(plan, base, point, 1.0), *_lines(arm.tables(base, plan.redundancy))])
     return {**shared_setup(base), "cores": cores_text(base), "steps": base.steps, "redundancy": plan.redundancy}
 
 
@@ -62,7 +68,7 @@ def measure_seed(plan: Plan, point: Point, seed: int, kept: Kept) -> Seeded:
     """Both ceilings and then all arms at a point, with one seed."""
     base = _config(plan, [])
     generate = kept.of("generation-seconds", float, partial(generation_seconds, plan)) if plan.sweep.relative and point.x else 0.0
-    here = plan.sweep.real(base, point, generate)
+    here = _at(plan, base, point, generate)
     name, own = f"{point.name}-seed{seed}", f"seed={seed}"
     found = kept.of(f"{name}-ceilings", ceilings.Ceilings, partial(_ceilings, plan, [*here, own])) if plan.ceilings else None
     runs: dict[str, Ran] = {}
@@ -71,10 +77,16 @@ def measure_seed(plan: Plan, point: Point, seed: int, kept: Kept) -> Seeded:
         said = partial(_said, plan, point, arm.name, found)
         runs[arm.name] = kept.of(f"{name}-{arm.name}", Ran, partial(_run, plan, base, overrides, seed, said))
     more = {"generation_seconds": generate} if generate else {}
-    for key in ("generation_idle_share", "training_wait_share", "repeating_share") if found else ():
+    for key in ("generation_idle_share", "training_wait_share", "repeating_share", "unknown_share") if found else ():
         more[key] = getattr(found, key)
     population = runs["sync"].length_of_all if "sync" in runs else 0.0
     return Seeded({"overrides": here}, {arm: _whole(ran, found, population) for arm, ran in runs.items()}, more)
+
+
+def _at(plan: Plan, base: Config, point: Point, generate: float) -> list[str]:
+    """The overrides that put the config at a point."""
+    here = plan.sweep.real(base, point, generate)
+    return [*here, *deadlines(_config(plan, here))]
 
 
 def _run(plan: Plan, base: Config, overrides: list[str], seed: int, said: Callable[[Measured], str]) -> Ran:
@@ -165,7 +177,7 @@ def _config(plan: Plan, overrides: list[str]) -> Config:
 
 def _all(plan: Plan, overrides: list[str]) -> list[str]:
     steps = [f"steps={plan.steps}"] if plan.steps is not None else []
-    return [*plan.overrides, *steps, *overrides]
+    return ["eval.tasks=0", *plan.overrides, *steps, *overrides]
 
 
 def _lines(tables: Mapping[str, Any], parents: str = "") -> list[str]:

@@ -39,6 +39,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Arm], str]], ...] = (
         "mean length of trained episodes over that of all; below 1: short ones first",
         _number("length_bias", ".3f"),
     ),
+    ("failed", "environment calls that failed, in the window", _number("env_failures", "d")),
     ("efficiency", "trained tokens per second over the lower ceiling", _number("efficiency", ".3f")),
 )
 """Heading, what it means, and the cell of an arm."""

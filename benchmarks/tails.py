@@ -19,15 +19,6 @@ def mean_of(world: World, name: str) -> float:
     return Draws(dict(distributions(world.scenario))[name], 0, world.values.get(name, ())).mean(_POINTS)
 
 
-def suite_latency(spec: Distribution) -> list[str]:
-    """The overrides with which the suite `latency` draws its steps from it."""
-    return [
-        f'task.args.distribution="{spec.kind}"',
-        f"task.args.mean={spec.mean}",
-        f"task.args.spread={spec.spread}",
-    ]
-
-
 def longest(spec: Distribution, n: int, points: int = _POINTS) -> float:
     """E[longest of n draws], cuts included: the mean of the quantiles of the n-th power of a uniform number."""
     draws = Draws(spec, 0)

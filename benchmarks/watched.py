@@ -10,7 +10,9 @@ on cancel      the child is stopped, and with it everything it started
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -24,12 +26,14 @@ from segue.metrics.samples import Scrape
 from segue.metrics.scrape import scrape
 from segue.rundir import RunDir
 
+STOPPED = 128 + signal.SIGTERM
 _STEP = re.compile(r"step\s+(\d+)/\d+\s")
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A finished run: the lines of metrics.jsonl, summary.json, and `scrapes[n]`, taken when n steps were trained."""
+    """A finished run: the lines of metrics.jsonl, summary.json (of one that was stopped: nothing), and `scrapes[n]`, taken when n
+    steps were trained."""
 
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
@@ -44,9 +48,11 @@ def train(
     deadline: float,
     serial: bool = False,
     heard: Callable[[int, str], None] = lambda pid, line: None,
+    until: int | None = None,
 ) -> Watched:
     """Run `segue train` to its end; `serial` in one process, which has nothing to scrape (no `marks` then).
 
+    `until` so many steps are trained, where not all are to be: then it is told to stop, in order.
     `heard(pid, line)` is called with the run's first process and each line it prints, before the targets are scraped.
 
     Raises `RunFailed` when it fails, is late, or ends before a mark was reached.
@@ -64,9 +70,11 @@ def train(
                 scrapes[done] = scrape(run)
             except OSError as error:
                 raise RunFailed("train", f"A target of the run in {run} did not answer after step {done}: {error}.") from error
+        if done and done == until:
+            os.kill(pid, signal.SIGTERM)  # SIGINT is ignored in what a shell runs in the background
 
     ended = children.run(command, deadline, listen)
-    if ended.code != 0 or ended.late:
+    if ended.code not in (0, *([STOPPED] if until is not None else [])) or ended.late:
         words = "\n".join(ended.last)
         raise RunFailed(
             "train", f"{words}\nThe run in {run} {ended.why(deadline)}: its last lines are above, its logs in {run}/logs."
@@ -75,7 +83,8 @@ def train(
     if missing:
         raise RunFailed("train", f"The run in {run} ended without a console line for step {missing[0]}.")
     folder = RunDir.open(run)
-    return Watched(read_jsonl(folder.metrics), json.loads(folder.summary.read_text(encoding="utf-8")), scrapes)
+    summary = json.loads(folder.summary.read_text(encoding="utf-8")) if folder.summary.exists() else {}
+    return Watched(read_jsonl(folder.metrics), summary, scrapes)
 
 
 def steps_done(line: str) -> int:

@@ -3,9 +3,9 @@
     python -m benchmarks.virtual benchmarks/scenarios/NAME.toml [--set config.mode=sync] [--json FILE]
 
 The ceiling of generation is the same world with a sink for a learner: it takes every batch at once and publishes nothing, and no
-age bound holds admission back, so that every episode loop is busy; counted are sampled tokens per second between the filling and
-the emptying of the loops. The ceiling of training is the learner fed from the recorded batches of the run: its steps and the
-gathering of weights, back to back.
+age bound and no last step holds admission back, so that every episode loop is busy; counted are sampled tokens per second once
+the loops were filled, and there it ends. The ceiling of training is the learner fed from the recorded batches of the run: its
+steps, the gathering of weights and its checkpoints, back to back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.figures import Efficiency, Figures, Window, figures_of
+from benchmarks.figures import Efficiency, Figures, Window, figures_of, open_until
 from benchmarks.virtual.learner import Work
 from benchmarks.virtual.scenario import World
 from benchmarks.virtual.world import Ran, Wrap, play
@@ -53,26 +53,28 @@ def measure(
 
 
 def training_ceiling(world: World, works: Sequence[Work]) -> float:
-    """Trained tokens per second of the learner alone, on these batches."""
-    model, unit = world.scenario.learner, world.scenario.unit
-    seconds = sum(model.step_seconds + model.seconds_per_token * unit * work.tokens + model.gather_seconds for work in works)
+    """Trained tokens per second of the learner alone, on these batches; it saves checkpoints as the config says."""
+    model, unit, every = world.scenario.learner, world.scenario.unit, world.config.checkpoint.every
+    saving = model.checkpoint_seconds / every if every else 0.0
+    fixed = model.step_seconds + model.gather_seconds + saving
+    seconds = sum(fixed + model.seconds_per_token * unit * work.tokens for work in works)
     trained = unit * sum(work.stats["tokens_trained"] for work in works)
     return trained / seconds if seconds else math.inf
 
 
 def generation_ceiling(world: World) -> float:
-    """Sampled tokens per second of nodes and env pools with a sink behind them."""
+    """Sampled tokens per second of nodes and env pools with a sink behind them, every loop busy to the end of the window."""
     config = world.config
-    batch = config.batch.groups * config.group.size
-    fill = -(-config.rollout.nodes * config.rollout.max_episodes // batch)
+    places = config.rollout.nodes * config.rollout.max_episodes
+    fill = -(-places // (config.batch.groups * config.group.size))
     window = Window(fill + 1, fill + 1 + max(2, _FILLS * fill))
-    steps = window.last + fill + 1
+    steps = open_until(window.last, places, config.batch.groups)
     data: dict[str, Any] = config.model_dump(exclude_none=True)
     data["mode"], data["steps"] = "async", steps
     data["staleness"]["max_age"], data["queue"]["groups"], data["data"]["prefetch"] = steps, 0, 1
-    data["update"]["inflight"] = "recompute"
+    data["update"]["inflight"], data["group"]["redundancy"] = "recompute", 0
     alone = msgspec.structs.replace(world, config=resolve(data, "the ceiling of generation"))
-    ran = play(alone, (window.warm, window.last), sink=True)
+    ran = play(alone, (window.warm, window.last), sink=True, until=window.last)
     seconds = ran.lines[window.last - 1]["elapsed_seconds"] - ran.lines[window.warm - 1]["elapsed_seconds"]
     sampled = grown(ran.scrapes[window.warm], ran.scrapes[window.last], "rollout", "segue_decode_tokens_total")
     return world.scenario.unit * sampled / seconds if seconds > 0.0 else math.inf

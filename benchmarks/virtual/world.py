@@ -79,14 +79,16 @@ class Ran(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def play(world: World, marks: Collection[int] = (), *, sink: bool = False, wrap: Wrap | None = None) -> Ran:
+def play(
+    world: World, marks: Collection[int] = (), *, sink: bool = False, wrap: Wrap | None = None, until: int | None = None
+) -> Ran:
     """Run a scenario in a loop of its own. `marks`: after how many trained steps to scrape; others: see `VirtualCluster`."""
     with (
         _rare_collections(),
         tempfile.TemporaryDirectory(prefix="segue-virtual-") as folder,
         asyncio.Runner(loop_factory=LogicalLoop) as runner,
     ):
-        cluster = VirtualCluster(world, Path(folder), set(marks), sink=sink, wrap=wrap)
+        cluster = VirtualCluster(world, Path(folder), set(marks), sink=sink, wrap=wrap, until=until)
         runner.run(cluster.play())
     return cluster.ran
 
@@ -105,15 +107,27 @@ def _rare_collections() -> Iterator[None]:
 
 class VirtualCluster:
     """One world. With `sink` the learner takes no time and publishes nothing after the first weights: what generation alone could
-    do. `wrap` goes around the environment workers of every pool (a baseline's barrier, say). The parts are public for tests."""
+    do. `wrap` goes around the environment workers of every pool (a baseline's barrier, say). It ends after `until` steps, where
+    that is given. The parts are public for tests."""
 
-    def __init__(self, world: World, run_dir: Path, marks: set[int], *, sink: bool = False, wrap: Wrap | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        run_dir: Path,
+        marks: set[int],
+        *,
+        sink: bool = False,
+        wrap: Wrap | None = None,
+        until: int | None = None,
+    ) -> None:
         self.world = world
         self.roles: dict[str, Role] = {}
         self.engines: dict[str, ModelledEngine] = {}
         self._run_dir = run_dir
         self._marks = marks
         self._sink = sink
+        self._until = until
+        self._reached = asyncio.Event()
         self._wrap: Wrap = wrap or (lambda workers: workers)
         self._metrics: dict[str, Metrics] = {}
         self._clocks: dict[str, Clock] = {}
@@ -127,7 +141,7 @@ class VirtualCluster:
         self.ran = await self.run()
 
     async def run(self) -> Ran:
-        """From the start of the roles to the last step and the end of what was under way."""
+        """From the start of the roles to the last step (or the one to stop at) and the end of what was under way."""
         self._build()
         try:
             await self._start()
@@ -217,21 +231,22 @@ class VirtualCluster:
         scheduler = LocalPeer("scheduler-0", self.roles["scheduler-0"])
         runs = {name: asyncio.create_task(role.run(), name=name) for name, role in self.roles.items()}
         follow = asyncio.create_task(self._follow(scheduler))
+        reached = asyncio.create_task(self._reached.wait())
         try:
             await ask(scheduler, OPEN_TRAINING, OpenTraining(self.world.config.steps), CALL_SECONDS)
             gc.freeze()  # what has been built stays: nobody need look for cycles in it
-            waiting: set[asyncio.Task[Any]] = {follow, *runs.values()}
-            while not runs["learner-0"].done():
+            waiting: set[asyncio.Task[Any]] = {follow, reached, *runs.values()}
+            while not (runs["learner-0"].done() or reached.done()):
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
             seconds = now()
             status = (await ask(scheduler, GET_STATUS, GetStatus(), CALL_SECONDS)).data
-            await ask(scheduler, STOP_RUN, StopRun("all steps are trained"), CALL_SECONDS)
+            await ask(scheduler, STOP_RUN, StopRun("all steps that were asked for are trained"), CALL_SECONDS)
             await self._settle()
             stopped = (await ask(scheduler, GET_STATUS, GetStatus(), CALL_SECONDS)).data
         finally:
-            for task in (follow, *runs.values()):
+            for task in (follow, reached, *runs.values()):
                 task.cancel()
         nodes = {name: role.counts() for name, role in self.roles.items() if isinstance(role, NodeShell)}
         learner = self.learner
@@ -258,6 +273,8 @@ class VirtualCluster:
     def _at_step(self, done: int) -> None:
         if done in self._marks:
             self._scrapes[done] = self.scrape()
+        if done == self._until:
+            self._reached.set()
 
     def scrape(self) -> Scrape:
         """What every target would export now."""

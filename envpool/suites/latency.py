@@ -53,6 +53,8 @@ class LatencyArgs(msgspec.Struct, frozen=True):
     crash              probability per step that it ends its worker process
     transient          True draws faults anew in every attempt; False repeats them, so that the task always fails
     snapshots          False leaves only replay to rebuild an episode
+    noise              of the reward: a number drawn between 0 and this is added, so that a policy that knows nothing has groups
+                       to learn from, too (a learner computes no gradient of a group whose members are all alike)
     """
 
     turns_min: Positive = 4
@@ -73,6 +75,7 @@ class LatencyArgs(msgspec.Struct, frozen=True):
     crash: Probability = 0.0
     transient: bool = True
     snapshots: bool = True
+    noise: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
 
 def draw_seconds(args: LatencyArgs, rng: random.Random) -> float:
@@ -140,8 +143,10 @@ class LatencyEnvironment:
         state.turn += 1
         state.last = self._text(state.turn)
         ended = state.turn == self._turns
-        share = state.right / self._turns if ended else 0.0
-        return StepResult(self._observation(), share, ended, False, {"success": float(ended and state.right == self._turns)})
+        reward = state.right / self._turns if ended else 0.0
+        if ended and args.noise:
+            reward += args.noise * self._draw(f"{self._member}/noise").random()
+        return StepResult(self._observation(), reward, ended, False, {"success": float(ended and state.right == self._turns)})
 
     def snapshot(self) -> bytes:
         return msgspec.msgpack.encode(self._state)

@@ -14,8 +14,8 @@ _INTRO = """\
 
 Generated from `segue/metrics/catalogue.py` by `python -m segue.metrics.docs`; do not edit.
 
-Every long-lived process serves `/metrics` and `/health` on a port of `cluster.ports`; `RUN/metrics/targets/*.json` says where, in
-the format of Prometheus' `file_sd_configs`. Weight sync has no process of its own: its host serves its figures under the target
+Every role process serves `/metrics` and `/health` on a port of `cluster.ports`; `RUN/metrics/targets/*.json` says where, in the
+format of Prometheus' `file_sd_configs`. Weight sync has no process of its own: its host serves its figures under the target
 `weightsync-<host role>-<rank>`. Target labels are `run`, `role`, `rank` and `node`. `/health` answers 503 when the last sign of
 life is too old.
 

@@ -12,7 +12,7 @@ from engine_models import Staged, named, save, tiny
 
 from benchmarks import ceilings
 from benchmarks.figures import Window
-from benchmarks.recorded import RecordingEngine, ReplayEngine, load_turns, record
+from benchmarks.recorded import RecordingEngine, ReplayEngine, load_turns, record, unknown_share
 from benchmarks.watched import Watched
 from rollout.embedded import EmbeddedEngine
 from segue.clock import ThreadCompute
@@ -65,7 +65,7 @@ async def folder(tmp_path: Path) -> AsyncIterator[Path]:
 async def test_recorded_turns_are_repeated_under_the_weights_that_are_loaded(folder: Path) -> None:
     turns = load_turns(folder)
     assert [(turn.seed, turn.offset, len(turn.tokens)) for turn in turns] == [(7, 0, 6), (7, 6, 6), (8, 0, 6)]
-    engine = ReplayEngine(turns)
+    engine = ReplayEngine(turns, folder / "rollout-0.repeated")
     await loaded(engine, 3)
     [chunk] = await answer(engine, request(7, [1] * 10, offset=6, lineage=3))
     assert (chunk.tokens, chunk.logprobs, chunk.finish) == (turns[1].tokens, turns[1].logprobs, FinishReason.LENGTH)
@@ -75,6 +75,9 @@ async def test_recorded_turns_are_repeated_under_the_weights_that_are_loaded(fol
     assert engine.unknown == 0
     await answer(engine, request(99, [1, 2], episode=3))
     assert engine.unknown == 1
+    assert unknown_share(folder) == 0.0, "nothing is said yet"
+    await engine.stop()
+    assert unknown_share(folder) == pytest.approx(1 / 3)
 
 
 async def test_what_is_repeated_counts_its_prefill_as_an_engine_that_keeps_kv_until_the_next_weights(folder: Path) -> None:
@@ -111,7 +114,9 @@ def test_both_runs_of_a_ceiling_are_the_arms_with_one_side_replaced(tmp_path: Pa
     alone = load_config(CONFIG, ceilings.generation_alone([], window, config, tmp_path))
     fed = load_config(CONFIG, ceilings.training_alone([], tmp_path))
     assert alone.learner.trainer.endswith(":Sink") and alone.rollout.engine.endswith(":record")
-    assert alone.staleness.max_age >= alone.steps > window.last, "nothing holds generation back before its window ends"
+    assert alone.staleness.max_age >= alone.steps, "no age bound holds generation back"
+    ahead = config.rollout.nodes * config.rollout.max_episodes  # groups at most: each that is open holds a place
+    assert alone.steps * alone.batch.groups >= window.last * alone.batch.groups + ahead, "nor do the steps that are left"
     assert fed.rollout.engine.endswith(":replay") and fed.learner.trainer == config.learner.trainer
     for run in (alone, fed):
         assert run.rollout.cores == config.rollout.cores and run.learner.cores == config.learner.cores

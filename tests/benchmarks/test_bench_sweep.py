@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 import tomli_w
 from virtual_world import TINY
 
-from benchmarks import env_latency, page, plots, straggler, sweep_real, sweep_table
+from benchmarks import env_latency, page, plots, straggler, suite_latency, sweep_real, sweep_table
 from benchmarks.arms import ARMS, chosen
 from benchmarks.results_folder import Kept
 from benchmarks.sweep import Plan, Sweep, parser, plan
@@ -19,11 +22,16 @@ from benchmarks.sweep_figures import Point
 from benchmarks.sweep_real import _lines
 from benchmarks.sweep_virtual import batch_tokens, learner_scale, measure_seed, setup, window_of
 from benchmarks.tails import heaviness, with_heaviness
+from benchmarks.virtual import measure
 from benchmarks.virtual.distributions import Distribution, Draws
+from benchmarks.virtual.learner import Work
 from benchmarks.virtual.measure import generation_ceiling
-from benchmarks.virtual.scenario import load_world, merged
+from benchmarks.virtual.scenario import World, build_world, load_world, merged
+from benchmarks.virtual.world import Ran, play
+from envpool.suites.latency import LatencyArgs, draw_turns
 from segue.config import Config, load_config
 from segue.errors import UserError
+from segue.metrics.samples import total
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "latency.toml"
 
@@ -140,6 +148,39 @@ def test_sizing_makes_training_as_fast_as_generation(scenario: Path) -> None:
     assert learner_scale(world, 10.0) * seconds == pytest.approx(8 * sampled / 10.0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_every_loop_is_busy_to_the_end_of_the_ceiling_of_generation(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A heavy tail leaves many groups open, each with a straggler or two: admission must not end before the window does."""
+    played: list[tuple[World, Ran]] = []
+
+    def watched(world: World, marks: Collection[int], **how: Any) -> Ran:
+        played.append((world, play(world, marks, **how)))
+        return played[0][1]
+
+    monkeypatch.setattr(measure, "play", watched)
+    heavy = {"turns": {"kind": "lognormal", "mean": 4.0, "spread": 2.5, "low": 1.0, "high": 400.0}}
+    rollout = {"max_turns": 400, "max_tokens": 40000, "max_episodes": 32, "slots": 32}
+    more = {"config": {"seed": seed, "rollout": rollout}, "engine": {"kv_tokens": 1_000_000}}
+    generation_ceiling(build_world(merged(merged(TINY, {"workload": heavy}), more), "the test's scenario"))
+    [(world, ran)] = played
+    last = max(ran.scrapes)
+    assert len(ran.lines) == last < world.config.steps, "it ends with its window"
+    assert total(ran.scrapes[last], "rollout", "segue_episodes_running") >= 30, "but for one that is being replaced"
+
+
+def test_checkpoints_count_in_the_ceiling_of_training_as_in_an_arm() -> None:
+    work = Work(tokens=100, ages=[], stats={"tokens_trained": 50}, starts=[], longest=50)
+    never, third = (
+        build_world(
+            merged(TINY, {"config": {"checkpoint": {"every": every}}, "learner": {"checkpoint_seconds": 6.0}}),
+            "the test's scenario",
+        )
+        for every in (0, 3)
+    )
+    seconds = 50 / measure.training_ceiling(never, [work])
+    assert 50 / measure.training_ceiling(third, [work]) == pytest.approx(seconds + 2.0)
+
+
 def test_a_latency_point_is_in_generation_times() -> None:
     world = load_world(env_latency.SWEEP.scenario)
     table = env_latency.virtual(world, Point(5.0, 1.0))["env"]["step_seconds"]
@@ -156,7 +197,7 @@ def test_the_defaults_are_possible_with_the_files_that_come_with_them(sweep: Swe
     assert {point.x for point in virtual.points} == set(sweep.points) and max(sweep.points) == sweep.high
     assert virtual.arms == real.arms == list(ARMS.values())
     assert setup(virtual)["episodes_in_flight"] == 128
-    assert sweep_real.setup(real)["batch_groups"] == 16
+    assert sweep_real.setup(real)["batch_groups"] == 48
 
 
 @pytest.mark.parametrize("sweep", [straggler.SWEEP, env_latency.SWEEP], ids=lambda sweep: sweep.name)
@@ -240,6 +281,37 @@ def test_a_spread_out_of_range_and_a_config_of_another_suite_are_refused(
     assert "sweep a config whose task.env is 'latency'." in capsys.readouterr().err
 
 
+def test_ceilings_of_another_engine_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--real", "--out", str(tmp_path / "a"), "--set", "rollout.engine=mine:build"]
+    for sweep, more in ((straggler, []), (env_latency, ["--no-ceilings"])):
+        assert sweep.main([*arguments, *more]) == 2
+        assert "and generation alone is measured with the embedded engine" in capsys.readouterr().err
+
+
+def test_no_draw_of_a_real_point_reaches_a_deadline_and_nothing_is_evaluated() -> None:
+    asks = plan(env_latency.SWEEP, parser(env_latency.SWEEP, None).parse_args(["--real"]))
+    base = sweep_real._config(asks, [])
+    assert base.eval.tasks == 0
+    for mean, spread in ((12.0, 1.0), (3.0, 2.0)):
+        here = sweep_real._at(asks, base, Point(1.0, spread), mean)
+        config = sweep_real._config(asks, here)
+        args = suite_latency.suite_args(config)
+        assert (args.mean, args.spread) == (mean, spread)
+        one_in_a_million = mean * math.exp(4.75 * spread - spread**2 / 2)
+        assert config.envpool.step_seconds > one_in_a_million
+        assert config.rollout.wall_seconds > args.turns_max * one_in_a_million
+    quick = sweep_real._config(asks, sweep_real._at(asks, base, Point(0.0, 0.0), 1.0))
+    assert quick.envpool.step_seconds == base.envpool.step_seconds, "the config's own, where they are long enough"
+
+
+@pytest.mark.parametrize("turns", [(2, 4, 0.0), (2, 9, 4.0), (1, 40, 12.0), (3, 5, 1.0)])
+def test_mean_turns_are_those_that_the_suite_draws(turns: tuple[int, int, float]) -> None:
+    args = LatencyArgs(turns_min=turns[0], turns_max=turns[1], turns_mean=turns[2])
+    rng = random.Random(0)
+    drawn = [draw_turns(args, rng) for _ in range(20_000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(suite_latency.mean_turns(args), rel=0.02)
+
+
 def test_without_matplotlib_a_sweep_says_so_before_it_runs(
     scenario: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,6 +336,7 @@ ARM: dict[str, Any] = {
     "reprefill_share": 0.125,
     "wasted_share": 0.01,
     "length_bias": 0.98,
+    "env_failures": 3,
     "efficiency": 0.5,
 }
 
@@ -273,7 +346,7 @@ def test_the_table_has_every_figure_and_dashes_for_what_is_not_known() -> None:
     heading, columns, row = sweep_table.point_text("longest/mean", point).split("\n")
     assert heading == "longest/mean 2: ceilings not measured"
     assert columns.split()[:3] == ["arm", "tokens/s", "speed-up"] and len(columns) == len(row)
-    assert " ".join(row.split()) == "sync 1,234 – 2.00 25% 50% 90% 100% – / – of 4 12.5% 1.0% 0.980 0.500"
+    assert " ".join(row.split()) == "sync 1,234 – 2.00 25% 50% 90% 100% – / – of 4 12.5% 1.0% 0.980 3 0.500"
 
 
 def test_a_point_out_of_balance_is_marked() -> None:

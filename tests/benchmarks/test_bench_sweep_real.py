@@ -64,7 +64,7 @@ class Scripted:
     def ceilings(self, source: Path, overrides: list[str], folder: Path) -> Ceilings:
         config = load_config(source, overrides)
         self.asked.append(("ceilings", str(config.seed), f"{config.task.args['mean']:g}"))
-        return Ceilings(100.0, 80.0, 0.1, 0.01, 0.02, 0.5)
+        return Ceilings(100.0, 80.0, 0.1, 0.01, 0.02, 0.5, unknown_share=0.0)
 
     def generation_seconds(self, source: Path, overrides: tuple[str, ...], folder: Path) -> float:
         self.asked.append(("generation",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.watched import steps_done, train
 from segue.errors import RunFailed
 from segue.report import step_line, step_text
+from segue.rundir import RunDir
 
 
 @pytest.mark.parametrize("step", [0, 8, 9, 99])
@@ -38,3 +40,30 @@ def test_no_other_line_is(line: str) -> None:
 def test_a_run_that_cannot_start_is_told_with_its_own_sentence(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"There is no config file .*none\.toml(.|\n)*exit code 2"):
         train(tmp_path / "none.toml", tmp_path / "run", [], {1}, deadline=60.0)
+
+
+RUN_THAT_GOES_ON = """#!/bin/sh
+trap 'exit 143' TERM
+for step in 1 2 3; do echo "step  $step/9  seconds"; done
+sleep 60 &
+wait
+"""
+"""Ends by SIGTERM alone, as a run does that writes what it has first."""
+
+
+@pytest.mark.parametrize("until", [2, None])
+def test_a_run_that_need_not_end_is_stopped_in_order(until: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(RUN_THAT_GOES_ON)
+    python.chmod(0o755)
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.config.write_text("")
+    run.metrics.write_text('{"step": 0}\n')
+    monkeypatch.setattr(sys, "executable", str(python))
+    if until is None:
+        with pytest.raises(RunFailed, match="took longer than 1 s and was stopped"):
+            train(tmp_path / "a.toml", run.path, [], (), deadline=1.0)
+    else:
+        watched = train(tmp_path / "a.toml", run.path, [], (), deadline=30.0, until=until)
+        assert (watched.lines, watched.summary) == ([{"step": 0}], {})

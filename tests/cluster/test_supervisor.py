@@ -19,7 +19,7 @@ import pytest
 
 from segue.cluster import supervisor
 from segue.cluster.prepare import Prepared
-from segue.cluster.processes import adopt_orphans
+from segue.cluster.processes import adopt_orphans, end_family
 from segue.cluster.supervisor import watch
 from segue.config import to_toml
 from segue.config.root import resolve
@@ -215,7 +215,7 @@ def test_sigterm_may_come_twice(prepared: Prepared, monkeypatch: pytest.MonkeyPa
 
 def test_no_signal_cuts_the_end_short_or_changes_its_code(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM's second SIGTERM may come while what a driver left behind is ended; and also as the loop closes it is not deadly."""
-    run, end_family = asyncio.run, supervisor.end_family
+    run = asyncio.run
 
     def signalled() -> None:
         assert [signal.getsignal(number) for number in supervisor.STOPS] == [signal.SIG_IGN] * 3

@@ -43,6 +43,18 @@ def test_distributions_have_their_mean_and_median(distribution: Any, spread: flo
     assert statistics.median(draws) == pytest.approx(median, rel=0.05)
 
 
+def test_noise_sets_the_rewards_of_a_group_apart_and_comes_from_task_and_member() -> None:
+    def reward(member: int, **args: float) -> float:
+        environment = deferred({"turns_min": 2, "turns_max": 2, **args}, member=member)
+        environment.step("x")
+        return environment.step("x").reward
+
+    assert [reward(member) for member in range(3)] == [0.0] * 3
+    noisy = [reward(member, noise=0.5) for member in range(3)]
+    assert len(set(noisy)) == 3 and all(0.0 <= each < 0.5 for each in noisy)
+    assert [reward(member, noise=0.5) for member in range(3)] == noisy
+
+
 def test_gaussian_is_clipped_at_zero() -> None:
     args = LatencyArgs(distribution="gaussian", mean=0.1, spread=1.0)
     draws = [draw_seconds(args, random.Random(seed)) for seed in range(1000)]

@@ -158,9 +158,7 @@ def test_another_install_is_waited_for_aloud_and_not_for_ever(checkout: Checkout
         fcntl.flock(other, fcntl.LOCK_EX)
         code, out, err = checkout.launch("my.toml", JOIN_SECONDS="1")
     assert (code, out) == (2, f"launch.sh: waiting for another install in {venv} (at most 1 s)\n")
-    assert err == (
-        f"launch.sh: another install in {venv} is not done after 1 s: end what holds {lock}, or raise JOIN_SECONDS.\n"
-    )
+    assert err == (f"launch.sh: another install in {venv} is not done after 1 s: end what holds {lock}, or raise JOIN_SECONDS.\n")
     assert checkout.installs() == 0
     code, out, _ = checkout.launch("my.toml", JOIN_SECONDS="1")
     assert code == 0 and "waiting" not in out and checkout.installs() > 0
