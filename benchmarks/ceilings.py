@@ -5,7 +5,8 @@ is another (`benchmarks.recorded`).
 
 generation alone  The learner is a sink: it takes every batch at once, computes and publishes nothing. No age bound and no last
                   step holds admission back, so that every episode loop is busy. Counted are sampled tokens per second between
-                  two scrapes, after the loops were filled; then the run is stopped. It records its turns.
+                  two scrapes, after the loops were filled; then, or once it has recorded as many batches as an arm trains,
+                  the run is stopped.
 training alone    Nodes repeat those turns at next to no cost, and environments answer at once. The learner does all that it
                   does in an arm: gathering, training, checkpoints as configured, publishing, sending. Trained tokens per second
                   in the window of an asynchronous run. `training_wait_share` says how much of it the learner waited for a batch:
@@ -63,7 +64,8 @@ def measure(source: Path, overrides: Sequence[str], folder: Path) -> Ceilings:
     window = generation_window(config)
     turns = folder / "turns"
     asked = generation_alone(overrides, window, config, turns)
-    alone = train(source, folder / "generation", asked, _marks(window), RUN_SECONDS, until=window.last)
+    enough = max(window.last, config.steps)  # turns for all of training alone
+    alone = train(source, folder / "generation", asked, _marks(window), RUN_SECONDS, until=enough)
     fed = training_alone(overrides, turns)
     after = load_config(source, fed)
     trained = Window.of(after.steps, after.staleness.max_age)
@@ -102,7 +104,7 @@ def generation_window(config: Config) -> Window:
 
 def generation_alone(overrides: Sequence[str], window: Window, config: Config, turns: Path) -> list[str]:
     """Overrides: the learner is a sink, and nothing holds admission back."""
-    steps = open_until(window.last, config.rollout.nodes * config.rollout.max_episodes, config.batch.groups)
+    steps = open_until(max(window.last, config.steps), config.rollout.nodes * config.rollout.max_episodes, config.batch.groups)
     return [
         *overrides,
         *_ASYNC,
