@@ -133,7 +133,7 @@ install_prometheus() {
     rm -rf "$folder"
 }
 
-up_to_date() { [ "$(installed)" = "$(stamp)" ]; }
+up_to_date() { [ -x "$venv/bin/python" ] && [ "$(installed)" = "$(stamp)" ]; }
 
 install() {
     local want
@@ -174,11 +174,12 @@ check_config() {
             *) [ -e "$word" ] || fail "there is no config file $word: name one that exists, for instance configs/quickstart.toml."; return ;;
         esac
     done
+    fail "name a config, for instance: ./launch.sh configs/quickstart.toml"
 }
 
 # --- several hosts ------------------------------------------------------------------------------------------------------------
 
-number() { case $2 in '' | *[!0-9]*) fail "$1=$2 is no number: $3." ;; esac; }
+number() { case $2 in '' | *[!0-9]* | ??????????*) fail "$1=$2 is no number of at most 9 digits: $3." ;; esac; }
 
 # Plain hosts say who they are in the environment, SLURM's tasks too (see `under_slurm`).
 hosts=${NUM_NODES:-1} rank=${NODE_RANK:-0} port=${HEAD_PORT:-29400}
@@ -187,8 +188,9 @@ check_hosts() {
     number NODE_RANK "$rank" "set it to this host's number, from 0"
     number HEAD_PORT "$port" "set it to a port of host 0, or leave it out"
     number JOIN_SECONDS "${JOIN_SECONDS:-600}" "set it to seconds, or leave it out"
-    [ "${#hosts}" -le 5 ] && [ "$hosts" -ge 1 ] || fail "NUM_NODES=$hosts: set it to how many hosts the run has, 1 to 99999."
-    [ "${#port}" -le 5 ] && [ "$port" -ge 1024 ] && [ "$port" -le 65535 ] || fail "HEAD_PORT=$port: set it to a port from 1024 to 65535, or leave it out."
+    hosts=$((10#$hosts)) rank=$((10#$rank)) port=$((10#$port))  # 08 is eight, not a mistake in octal
+    [ "$hosts" -le 99999 ] && [ "$hosts" -ge 1 ] || fail "NUM_NODES=$hosts: set it to how many hosts the run has, 1 to 99999."
+    [ "$port" -ge 1024 ] && [ "$port" -le 65535 ] || fail "HEAD_PORT=$port: set it to a port from 1024 to 65535, or leave it out."
     [ "${JOIN_SECONDS:-600}" -ge 1 ] || fail "JOIN_SECONDS=$JOIN_SECONDS: set it to a second at least, or leave it out."
     if [ -z "${NUM_NODES:-}" ]; then
         local name
@@ -205,10 +207,11 @@ check_hosts() {
 first="" node="" job=""
 check_slurm() {
     command -v srun >/dev/null && command -v scontrol >/dev/null || fail "SLURM_JOB_ID is set and there is no srun here: unset it, or add SLURM's commands to PATH."
-    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST")  # whole: where `head` has enough, scontrol meets a closed pipe
+    local mute="SLURM's controller did not answer about job $SLURM_JOB_ID (its message is above): call again inside a job that runs, or unset SLURM_JOB_ID."
+    first=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "$mute"  # whole: where `head` has enough, scontrol meets a closed pipe
     first=${first%%$'\n'*}
-    node=$(scontrol show node "$first")
-    job=$(scontrol show job "$SLURM_JOB_ID")
+    node=$(scontrol show node "$first") || fail "$mute"
+    job=$(scontrol show job "$SLURM_JOB_ID") || fail "$mute"
     if grep -q 'Gres=.*gpu' <<<"$node" && [ -z "${SEGUE_DEVICE:-}" ] && ! grep -q 'gres[/:]gpu' <<<"$job"; then
         fail "job $SLURM_JOB_ID asked for no GPUs, and its nodes have some: add --gpus-per-node=N to sbatch or salloc, or set SEGUE_DEVICE=cpu."
     fi
@@ -274,9 +277,9 @@ member=("${segue[@]}" join --address "${HEAD_ADDR:-}" --port "$port" ${NODE_ADDR
 head=("${segue[@]}" train "$@")
 [ "$hosts" -eq 1 ] || head+=(--hosts "$hosts" --address "${HEAD_ADDR:-}" --port "$port")
 if [ -n "$dry" ]; then
-    shown="${head[*]}"
-    echo "host 0: ${shown/ --dry-run/}"
-    for ((other = 1; other < hosts; other++)); do echo "host $other: ${member[*]} --rank $other"; done
+    shown=$(printf ' %q' "${head[@]}")
+    echo "host 0:${shown/ --dry-run/}"
+    for ((other = 1; other < hosts; other++)); do echo "host $other:$(printf ' %q' "${member[@]}") --rank $other"; done
 fi
 [ "$rank" = 0 ] || [ -n "$dry" ] || exec "${member[@]}" --rank "$rank"
 exec "${head[@]}"

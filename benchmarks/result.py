@@ -55,7 +55,10 @@ def busy(where: Mapping[str, Any]) -> str:
     """A sentence about a `machine()` that was not its own; "" if it was."""
     if where["quiet"]:
         return ""
-    return f"note: the machine was busy before the first run (load {where['load_at_start']}); ratios hold, rates do not."
+    return (
+        f"note: the machine was busy before the first run (load {where['load_at_start']}); ratios of arms that ran "
+        "in turns hold; rates do not, nor does what is measured once (ceilings, and so efficiency)."
+    )
 
 
 def versions(packages: Sequence[str] = ()) -> dict[str, str]:

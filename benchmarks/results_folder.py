@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from segue.errors import UserError
-from segue.files import plain, write_atomic
+from segue.files import disk_errors, plain, write_atomic
 
 RESULTS, LOCK, PAGE, RUNS = "results.json", ".lock", "index.html", "runs"
 T = TypeVar("T")
@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """A folder that nobody uses, empty or with results to go on with. Raises `UserError`."""
+    """A folder that nobody uses, empty or with results to go on with. Raises `UserError`. One that was made here and got nothing,
+    because what was asked for is refused, goes again."""
+    ours = not out.exists()
     try:
         if out.exists() and not out.is_dir():
             raise UserError(f"{out} exists already and is not a folder: give --out another name, or remove it.")
@@ -32,8 +34,14 @@ def claimed(out: Path) -> Iterator[None]:
             raise UserError(f"{out} exists already and is not an empty folder: give --out another name, or remove it.")
     except OSError as error:
         raise UserError(f"{out} cannot be read ({error.strerror}): give --out another name.") from None
-    with locked(out, "--out"):
-        yield
+    try:
+        with locked(out, "--out"):
+            yield
+    finally:
+        if ours and [path.name for path in out.glob("*")] in ([], [LOCK]) and out.is_dir():
+            with contextlib.suppress(OSError):
+                (out / LOCK).unlink(missing_ok=True)
+                out.rmdir()
 
 
 @contextlib.contextmanager
@@ -57,7 +65,9 @@ def earlier(out: Path, benchmark: str, settings: Mapping[str, Any]) -> dict[str,
     path = out / RESULTS
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        told, known = found["benchmark"], found["settings"]
+        told, known = found["benchmark"], dict(found["settings"])
+        if told == benchmark:
+            _check_shape(found)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -73,6 +83,19 @@ def earlier(out: Path, benchmark: str, settings: Mapping[str, Any]) -> dict[str,
     return dict(found)
 
 
+def _check_shape(found: Mapping[str, Any]) -> None:
+    """Raises `TypeError` or `KeyError` where a results.json lacks what going on with it reads."""
+    bool(found["machine"]["quiet"])
+    parts = found["points"] if "points" in found else found["rows"]
+    for part in list(parts):
+        if "rows" in found and "points" not in found:
+            str(part["name"])
+            continue
+        if not isinstance(part["x"], (int, float)) or not isinstance(part["spread"], (int, float, type(None))):
+            raise TypeError(f"a point at {part['x']!r}, {part['spread']!r}")
+        dict(part["arms"]).items()
+
+
 def refuse_whole(out: Path) -> NoReturn:
     """Raises `UserError` about a folder in which nothing that is asked for is missing."""
     raise UserError(f"{out} exists already and has all that is asked for: give --out another name, or remove it.")
@@ -83,7 +106,8 @@ def left(out: Path, whole: int, what: str, kept: int, part: str) -> str:
     if not whole and not kept:
         return "Nothing was measured yet."
     there = [f"{whole} {what}{'s' * (whole != 1)} in {RESULTS} and {PAGE}"] if whole else []
-    there += [f"{kept} {part}{'s' * (kept != 1)} of other {what}s in {RUNS}/"] if kept else []
+    others = f" of other {what}s" if whole else ""
+    there += [f"{kept} {part}{'s' * (kept != 1)}{others} in {RUNS}/"] if kept else []
     return f"{out} has {' and '.join(there)}: the same command with --out {out} goes on."
 
 
@@ -97,8 +121,12 @@ class Kept:
         """What was measured under this name; if nothing was, what `measure` returns, as its file has it. Raises `UserError`."""
         path = self.folder / f"{name}.json"
         if not path.exists():
+            try:
+                with disk_errors(self.folder):
+                    self.folder.mkdir(parents=True, exist_ok=True)  # before hours of measuring
+            except FileExistsError:
+                raise UserError(f"{self.folder} is a file, where runs are kept: remove it, or give --out another name.") from None
             data = json.dumps(msgspec.to_builtins(measure()))
-            self.folder.mkdir(parents=True, exist_ok=True)
             write_atomic(path, data.encode())
         try:
             return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), kind)

@@ -304,4 +304,4 @@ def _write(told: Mapping[str, Any], out: Path) -> None:
 
 def _left(told: Mapping[str, Any], out: Path) -> str:
     """What there is of a sweep that was cut short."""
-    return left(out, len(told["points"]) if told else 0, "point", len(Kept(out).names("*-seed*")), "run")
+    return left(out, len(told["points"]) if told else 0, "point", len(Kept(out).names("*")), "run")

@@ -118,11 +118,13 @@ def _arm(plan: Plan, base: Config, overrides: list[str]) -> tuple[Config, list[s
 
 
 def _ceilings(plan: Plan, overrides: list[str]) -> ceilings.Ceilings:
+    print("generation alone, then training alone …", flush=True)
     with _scratch("ceilings") as folder:
         found = ceilings.measure(plan.source, _all(plan, overrides), folder)
     print(
         f"seed {overrides[-1].partition('=')[2]}: generation alone {found.generation:,.0f}, training alone {found.training:,.0f} "
-        f"tokens/s (nodes idle {found.generation_idle_share:.0%}; learner waited {found.training_wait_share:.1%})",
+        f"tokens/s (nodes idle {found.generation_idle_share:.0%}; learner waited {found.training_wait_share:.1%}; "
+        f"{found.unknown_share:.0%} of the repeated turns were others)",
         flush=True,
     )
     return found
@@ -154,8 +156,11 @@ def _with(measured: Measured, **figures: Any) -> Measured:
 
 def generation_seconds(plan: Plan) -> float:
     """Mean seconds that sampling an action takes while all slots decode; measured once per sweep."""
+    print("how long sampling an action takes …", flush=True)
     with _scratch("sweep") as folder:
-        return ceilings.generation_seconds(plan.source, tuple(_all(plan, [])), folder)
+        seconds = ceilings.generation_seconds(plan.source, tuple(_all(plan, [])), folder)
+    print(f"how long sampling an action takes: {seconds:.3f} s", flush=True)
+    return seconds
 
 
 def _measured(watched: Watched, window: Window, config: Config, seed: int) -> Measured:

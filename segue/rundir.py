@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import shutil
+import tomllib
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -147,9 +148,10 @@ class RunDir:
         run = cls.open(path)
         run.lock()
         last = max(1, run.attempts())
+        before = run.config_text()
         with disk_errors(path):
             run._make_folders()
-            if run.config.read_text(encoding="utf-8") != config_toml:
+            if before != config_toml:
                 os.replace(run.config, path / f"config.attempt-{last}.toml")
                 write_atomic(run.config, config_toml.encode())
             if run.summary.exists():
@@ -170,7 +172,10 @@ class RunDir:
         """Own the directory until this process ends or calls `unlock`. Raises `UserError` if another process does."""
         if self._lock is not None:
             return
-        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"{self.path / LOCK} cannot be written ({error.strerror}): make {self.path} writable.") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -217,7 +222,8 @@ class RunDir:
     def suite_path(self) -> list[str]:
         """Where the newest attempt looked for a suite of the user's own (`segue.suite_path`); nothing if there was none."""
         lines = read_jsonl(self.path / ATTEMPTS)
-        return list(lines[-1].get("suite_path", [])) if lines else []
+        folders = lines[-1].get("suite_path") if lines else None
+        return [str(folder) for folder in folders] if isinstance(folders, list) else []
 
     def attempts(self) -> int:
         """How often the run was started."""
@@ -228,6 +234,17 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    def config_text(self) -> str:
+        """The config of the newest attempt, as its file has it: TOML. Raises `UserError` where it is damaged."""
+        try:
+            text = self.config.read_text(encoding="utf-8")
+            tomllib.loads(text)
+        except OSError as error:
+            raise UserError(f"{self.config} cannot be read ({error.strerror}): check its permissions.") from None
+        except ValueError as error:
+            raise UserError(f"{self.config} is damaged ({error}): put the run's config back there.") from None
+        return text
 
     @property
     def config(self) -> Path:

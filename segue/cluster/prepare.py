@@ -82,7 +82,7 @@ def prepare(
     checkpoint, again, changes = None, False, ""
     if resume:
         assert run_path is not None
-        changes = changed_keys(tomllib.loads(RunDir.open(run_path).config.read_text(encoding="utf-8")), config)
+        changes = changed_keys(tomllib.loads(RunDir.open(run_path).config_text()), config)
         run, checkpoint = _resume(run_path, config)
     elif run_path is not None:
         again = RunDir(run_path).begun_in_vain()
@@ -123,6 +123,8 @@ def dry_run(config_path: Path, overrides: list[str], serial: bool, count: int) -
     config = beside(with_devices(config, sum(host.gpus for host in hosts) if hosts else None), config_path)
     check(config)
     seats = lay_out(config, hosts) if hosts else []
+    if count > 1:
+        config = _listening_on(config, "each host's own address")
     lines = plan_lines(config, str(config_path), Path("(a dry run)"), _model_text(config), serial)
     print("\n".join([*lines, *map_lines(seats, hosts)]), flush=True)
     if count > 1:
@@ -173,7 +175,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _check_same_model(path: Path, config: Config) -> None:
     """A checkpoint holds weights of one shape, and tasks of one suite that are still to be done."""
-    then, now = tomllib.loads(RunDir(path).config.read_text(encoding="utf-8")), tomllib.loads(to_toml(config))
+    then, now = tomllib.loads(RunDir(path).config_text()), tomllib.loads(to_toml(config))
     for key in (
         "task.env",
         "model.path",

@@ -53,6 +53,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
             pass  # what was claimed and never filled is nobody's
     with claimed(out), pytest.raises(UserError, match="is in use by another benchmark: wait for it, or give --out another name"):
         claimed(out).__enter__()
+    out.mkdir(parents=True)
     (out / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match=r"is not an empty folder: give --out another name, or remove it\."):
         claimed(out).__enter__()
@@ -82,16 +83,44 @@ def test_settings_are_compared_as_a_file_has_them() -> None:
 def test_results_of_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
     assert earlier(tmp_path, "straggler", {}) is None
     file = tmp_path / "results.json"
-    file.write_text(json.dumps({"benchmark": "straggler", "settings": {"commit": "abc", "scenario": {"unit": 1}}, "points": []}))
+    whole = {
+        "benchmark": "straggler",
+        "settings": {"commit": "abc", "scenario": {"unit": 1}},
+        "points": [],
+        "machine": {"quiet": True},
+    }
+    file.write_text(json.dumps(whole))
     assert earlier(tmp_path, "straggler", {"commit": "abc", "scenario": {"unit": 1}}) is not None
     with pytest.raises(UserError, match=r"was measured with scenario.unit = 1, and now it is 2: go back to that, or give --out"):
         earlier(tmp_path, "straggler", {"commit": "abc", "scenario": {"unit": 2}})
     with pytest.raises(UserError, match="is of the benchmark straggler"):
         earlier(tmp_path, "env_latency", {})
-    for text in ("{", "[]", '{"benchmark": "straggler"}'):
+    point: dict[str, Any] = {"x": 1.0, "spread": None, "arms": {}}
+    broken: list[dict[str, Any]] = [
+        {"points": None},
+        {"points": [{}]},
+        {"points": [point | {"x": "one"}]},
+        {"points": [point | {"arms": None}]},
+        {"machine": {}},
+        {"settings": "mine"},
+    ]
+    for text in ("{", "[]", '{"benchmark": "straggler"}', *(json.dumps(whole | damage) for damage in broken)):
         file.write_text(text)
         with pytest.raises(UserError, match="cannot be read"):
-            earlier(tmp_path, "straggler", {})
+            earlier(tmp_path, "straggler", {"commit": "abc", "scenario": {"unit": 1}})
+
+
+def test_a_folder_made_for_what_is_then_refused_goes_again(tmp_path: Path) -> None:
+    for out, there in ((tmp_path / "new", False), (tmp_path, True)):
+        with pytest.raises(UserError, match="refused"), claimed(out):
+            raise UserError("refused")
+        assert out.exists() == there
+    with claimed(tmp_path / "kept"):
+        (tmp_path / "kept" / "results.json").write_text("{}")
+    assert (tmp_path / "kept" / "results.json").exists()
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(UserError, match="runs is a file, where runs are kept: remove it"):
+        Kept(tmp_path).of("x", float, lambda: pytest.fail("nothing is measured that cannot be kept"))
 
 
 class Thing(msgspec.Struct, frozen=True):
@@ -125,7 +154,7 @@ def test_what_is_left_is_said_as_it_is(tmp_path: Path) -> None:
     assert left(tmp_path, 0, "point", 0, "run") == "Nothing was measured yet."
     goes_on = f": the same command with --out {tmp_path} goes on."
     assert left(tmp_path, 1, "point", 0, "run") == f"{tmp_path} has 1 point in results.json and index.html{goes_on}"
-    assert left(tmp_path, 0, "point", 2, "run") == f"{tmp_path} has 2 runs of other points in runs/{goes_on}"
+    assert left(tmp_path, 0, "point", 2, "run") == f"{tmp_path} has 2 runs in runs/{goes_on}"
     both = f"{tmp_path} has 2 points in results.json and index.html and 1 run of other points in runs/{goes_on}"
     assert left(tmp_path, 2, "point", 1, "run") == both
 
@@ -282,7 +311,7 @@ def test_arms_of_a_point_that_was_cut_short_are_kept(
     monkeypatch.setattr(sweep_virtual, "measure", measure)
     both, cut = ["--points", "2", "--repeats", "2"], "async"
     assert call(tmp_path, "a", *both) == 130 and played == ["sync"]
-    assert "has 2 runs of other points in runs/: the same command" in capsys.readouterr().err  # generation alone is one
+    assert "has 2 runs in runs/: the same command" in capsys.readouterr().err  # generation alone is one
     assert told(tmp_path, "a")["points"] == [] and not (tmp_path / "a" / "index.html").exists()
     monkeypatch.setattr(sweep_virtual, "generation_ceiling", once)
     cut = ""
@@ -337,7 +366,7 @@ def test_sigterm_in_the_midst_of_a_sweep_ends_all_of_it_in_order(tmp_path: Path)
     finally:
         program.kill()
     assert program.returncode == 128 + signal.SIGTERM, said
-    there = r"has \d+ runs of other points in runs/: the same command with --out .* goes on\."
+    there = r"has \d+ runs in runs/: the same command with --out .* goes on\."
     assert re.fullmatch(rf"Interrupted\. .*/out {there}\n", said)
     assert len(family) >= 2 and not psutil.wait_procs(family, timeout=WAIT_SECONDS)[1]
 
@@ -357,7 +386,7 @@ def test_published_rows_that_are_there_are_kept(
 
     monkeypatch.setattr(paper, "play_arm", play_arm)
     assert paper.main(["--only", "staleness_queue_3", *out]) == 130
-    assert "1 arm of other rows in runs/: the same command" in capsys.readouterr().err
+    assert "1 arm in runs/: the same command" in capsys.readouterr().err
     first, second = played
     assert paper.main(["--only", "staleness_queue_3", *out]) == 0
     assert played[2] == second and first not in played[2:]

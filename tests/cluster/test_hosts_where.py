@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from segue.cluster.hosts import where as wheres
+from segue.cluster.hosts.facts import address_towards, own_address
 from segue.cluster.hosts.where import resolve, token_of
 from segue.errors import UserError
 
@@ -30,6 +31,30 @@ def test_an_unknown_address_is_said() -> None:
     assert resolve("127.0.0.2") == "127.0.0.2", "an address is meant as it is"
     with pytest.raises(UserError, match="is no address that is known here"):
         resolve("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("..foo", "no host can have that name"),
+        ("a" * 70, "no host can have that name"),
+        ("127.0.0.1:29400", "and set HEAD_PORT to the port"),
+        ("0.0.0.0", "is no address to call at"),
+    ],
+)
+def test_what_can_be_no_host_is_said_without_a_traceback(address: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        resolve(address)
+    if address != "0.0.0.0":
+        with pytest.raises(UserError, match=r"HEAD_ADDR = .* cannot be reached from"):
+            address_towards(address, 29400)
+
+
+def test_a_hosts_own_address_is_one_that_it_has() -> None:
+    assert own_address("localhost") in ("127.0.0.1", "::1")
+    for address in ("not-an-address.invalid", "203.0.113.7", "..foo"):
+        with pytest.raises(UserError, match=f"NODE_ADDR = '{address}' is no address of .*: set it to the one"):
+            own_address(address)
 
 
 def test_a_host_that_takes_its_own_name_for_loopback_is_reached_where_its_packets_leave(monkeypatch: pytest.MonkeyPatch) -> None:

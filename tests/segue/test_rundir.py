@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -130,6 +131,32 @@ def test_resuming_keeps_config_and_summary_of_the_last_attempt(tmp_path: Path) -
     assert run.begin_attempt(NOON, resumed_from=7) == 2
     lines = read_jsonl(run.path / "attempts.jsonl")
     assert [(line["attempt"], line["resumed_from"]) for line in lines] == [(1, None), (2, 7)]
+
+
+@pytest.mark.parametrize("text", [b"[task\n", b"\xab\xff"], ids=["half a line", "no text"])
+def test_a_damaged_config_is_one_sentence_and_nothing_is_gone_on_with(text: bytes, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "steps = 1\n")
+    run.unlock()
+    run.config.write_bytes(text)
+    with pytest.raises(UserError, match=r"config\.toml is damaged \(.*\): put the run's config back there"):
+        RunDir.resume(run.path, "steps = 2\n")
+    assert run.config.read_bytes() == text
+
+
+def test_a_run_directory_that_cannot_be_locked_is_one_sentence(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "steps = 1\n")
+    run.unlock()
+    (run.path / ".lock").unlink()
+    (run.path / ".lock").mkdir()
+    with pytest.raises(UserError, match=r"\.lock cannot be written \(Is a directory\): make .* writable"):
+        RunDir.resume(run.path, "steps = 1\n")
+
+
+@pytest.mark.parametrize("folders", [5, None, "x"])
+def test_a_suite_path_that_is_none_is_passed_over(folders: object, tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", "steps = 1\n")
+    (run.path / "attempts.jsonl").write_text(json.dumps({"attempt": 1, "suite_path": folders}) + "\n")
+    assert run.suite_path() == []
 
 
 def test_only_one_process_owns_a_run(tmp_path: Path) -> None:

@@ -47,11 +47,27 @@ def address_towards(host: str, port: int) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(where)
             return str(probe.getsockname()[0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: a label that is empty or too long
+        why = error.strerror if isinstance(error, OSError) else "no host can have that name"
         raise UserError(
-            f"HEAD_ADDR = {host!r} cannot be reached from {platform.node()} ({error.strerror or error}): name an address of the "
-            "first host that all hosts reach."
+            f"HEAD_ADDR = {host!r} cannot be reached from {platform.node()} ({why or error}): name an address of the first "
+            "host that all hosts reach."
         ) from None
+
+
+def own_address(address: str) -> str:
+    """NODE_ADDR, an address or a name of this machine's, as the address that it binds. Raises `UserError`."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no host can have that name"
+        raise UserError(
+            f"NODE_ADDR = {address!r} is no address of {platform.node()} ({why or error}): set it to the one at which the "
+            "other hosts reach it, or leave it out."
+        ) from None
+    return str(where[0])
 
 
 def differences(hosts: Sequence[HostFacts], engine: str) -> str:

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
-from segue.cluster.hosts.facts import address_towards, facts_here
+from segue.cluster.hosts.facts import address_towards, facts_here, own_address
 from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, Join, Left, MemberSays, Refused
 from segue.cluster.hosts.ray_node import beside
 from segue.cluster.ports import free_ports
@@ -50,7 +50,7 @@ def join(head: str, port: int, rank: int, address: str, token: str, seconds: flo
 
     `address` is this host's own, or "". Raises `UserError` and `RunFailed`, one sentence each.
     """
-    address = address or address_towards(head, port)
+    address = own_address(address) if address else address_towards(head, port)
     channel = _connect(head, port, token, seconds)
     channel.send(MemberSays(Hello(facts_here(rank, address))))
     print(f"Segue: host {rank} ({address}) waits for the run at {head}:{port}; what it prints is on host 0.", flush=True)

@@ -38,10 +38,15 @@ def resolve(address: str) -> str:
     """
     try:
         found = [str(each[4][0]) for each in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter: a label that is empty or too long
+        why = error.strerror if isinstance(error, OSError) else "no host can have that name"
+        port = ", and set HEAD_PORT to the port" if ":" in address else ""
         raise UserError(
-            f"HEAD_ADDR = {address!r} is no address that is known here ({error.strerror or error}): correct it."
+            f"HEAD_ADDR = {address!r} is no address that is known here ({why or error}): set it to a name or an address "
+            f"alone{port}."
         ) from None
+    if any(ipaddress.ip_address(each).is_unspecified for each in found):
+        raise UserError(f"HEAD_ADDR = {address!r} is no address to call at: set it to one at which all hosts reach this one.")
     if address in (*found, "localhost"):  # meant as it is: all hosts are on this machine
         return found[0]
     if reached := [each for each in found if not ipaddress.ip_address(each).is_loopback]:
