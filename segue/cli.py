@@ -88,7 +88,9 @@ def train(
     hosts: Annotated[int, typer.Option("--hosts", metavar="N", help="On N hosts, this one the first.", min=1)] = 1,
     address: Annotated[str, typer.Option("--address", help="With --hosts: where the others reach this host.")] = "",
     port: Annotated[int, typer.Option("--port", help="With --hosts: where it listens for them.", min=1024, max=65535)] = 29400,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the config and where roles go, print the plan; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the config and where roles go, print the plan; start nothing.")
+    ] = False,
 ) -> int:
     """Train a policy, evaluate it before and after, and write everything into a run directory."""
     if resume and run is None:
