@@ -115,13 +115,13 @@ class Controller:
             if events.done():
                 await events
             await course
+            # One reader at a time: while one asks the roles for a step's part, another would be told of the same step.
+            await _cancelled(events)
             await self._drain_events()
             self._status = (await self._ask(GET_STATUS, GetStatus())).data
         finally:
             for task in (events, course):
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Exception):
-                    await task
+                await _cancelled(task)
 
     async def _course(self) -> None:
         config = self._config
@@ -348,3 +348,10 @@ def _episodes(counts: Mapping[str, Any]) -> EpisodeCounts:
         dropped[reason] = dropped.get(reason, 0) + number
     trained = counts["states"]["trained"]
     return EpisodeCounts.from_status({**counts, "dropped": dropped, "trained": trained})
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Cancel a task and wait for its end; what it raises was looked at before, or no longer counts."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await task

@@ -24,7 +24,17 @@ from segue.config.root import resolve
 from segue.console import Console
 from segue.errors import RunFailed
 from segue.files import JsonLines, read_jsonl
-from segue.ports.driver import OPEN_TRAINING, START_EVAL, WATCH_EVENTS, EventsReply, OpenTraining, RunEvent, WatchEvents
+from segue.ports.driver import (
+    GET_STATUS,
+    OPEN_TRAINING,
+    START_EVAL,
+    WATCH_EVENTS,
+    EventsReply,
+    OpenTraining,
+    RunEvent,
+    Status,
+    WatchEvents,
+)
 from segue.ports.rpc import Done, Service
 from segue.rundir import RunDir
 
@@ -270,3 +280,29 @@ async def test_who_is_cancelled_while_the_roles_are_asked_has_not_seen_the_step(
     await asyncio.wait_for(controller.catch_up(), SECONDS)
     (line,) = read_jsonl(run.metrics)
     assert line["step"] == 0 and "prefill_tokens" not in line
+
+
+async def test_the_last_step_is_noted_once_though_the_learner_ends_while_the_roles_are_asked(config: Config, run: RunDir) -> None:
+    """The course drains the events when the learner has ended: whoever followed them until then must have stopped."""
+    asking, again, asked = asyncio.Event(), asyncio.Event(), 0
+
+    async def counts(names: Collection[str]) -> Mapping[str, Facts]:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            asking.set()
+            await again.wait()
+        elif asked == 3:
+            again.set()
+            await asyncio.sleep(0.05)
+        return {}
+
+    scheduler = Scheduler(step_event(1, 0))
+    scheduler.add(GET_STATUS, AsyncMock(return_value=Status({})))
+    learned = asyncio.get_running_loop().create_future()
+    controller = Controller(config, run, scheduler, learned, Console(), counts)
+    course = asyncio.create_task(controller.run())
+    await asyncio.wait_for(asking.wait(), SECONDS)
+    learned.set_result(())
+    await asyncio.wait_for(course, SECONDS)
+    assert [line["step"] for line in read_jsonl(run.metrics)] == [0]
