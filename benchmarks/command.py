@@ -45,6 +45,13 @@ def json_file(text: str) -> Path:
     return path
 
 
+def positive(text: str) -> int:
+    """The type of how many: 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
 def sentence(error: Exception) -> str:
     """What is printed of an error; a benchmark goes on by the same command, not with --resume."""
     return error.place if isinstance(error, DiskFailed) else str(error)

@@ -28,7 +28,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from benchmarks.command import ended, json_file
+from benchmarks.command import Parser, ended, json_file, positive
 from benchmarks.result import document, machine, write
 from rollout.embedded import EmbeddedEngine
 from rollout.embedded.sampler import sample, stream_of, uniform
@@ -245,12 +245,12 @@ async def measure(args: argparse.Namespace, model: Any, folder: str) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser("engine", __doc__)
     parser.add_argument("--json", type=json_file, help="write the figures here")
-    parser.add_argument("--pairs", type=int, default=9)
-    parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--context", type=int, default=100, help="tokens of context at the start")
-    parser.add_argument("--new", type=int, default=128, help="tokens sampled per sequence")
+    parser.add_argument("--pairs", type=positive, default=9)
+    parser.add_argument("--sequences", type=positive, default=32)
+    parser.add_argument("--context", type=positive, default=100, help="tokens of context at the start")
+    parser.add_argument("--new", type=positive, default=128, help="tokens sampled per sequence")
     parser.add_argument("--hidden", type=int, default=160)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=32)

@@ -27,16 +27,17 @@ class Window(msgspec.Struct, frozen=True):
     last: int
 
     @classmethod
-    def of(cls, steps: int, max_age: int) -> Window:
-        """The steady state of a run of `steps` steps. Raises `UserError` when nothing is left of it.
+    def of(cls, steps: int, max_age: int, least: int = 1) -> Window:
+        """The steady state of a run of `steps` steps. Raises `UserError` when fewer than `least` are left of it.
 
         The first η + 1 steps fill the pipeline, and in the last η + 2 no group begins because no step would need it; a
         synchronous step begins with nothing in flight, so that one step at either end is enough.
         """
         window = cls(max_age + 1, steps - (max_age + 2 if max_age else 1))
-        if window.last <= window.warm:
-            least = steps + 1 + window.warm - window.last
-            raise UserError(f"{steps} steps leave no steady state with staleness.max_age = {max_age}: use {least} or more.")
+        if window.last - window.warm < least:
+            needed = steps + least + window.warm - window.last
+            of = f" of {least} steps" if least > 1 else ""
+            raise UserError(f"{steps} steps leave no steady state{of} with staleness.max_age = {max_age}: use {needed} or more.")
         return window
 
     def steps(self, max_age: int) -> int:

@@ -41,6 +41,8 @@ from segue.report import steps as step_lines
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "quickstart.toml"
 RUN_SECONDS = 900.0
+LEAST = 5
+"""Steps of a window that says something: of one or two, chance decides what falls into them."""
 NO_EVALS = "eval.tasks=0"
 _RUNS = re.compile(r"all \d+ roles run ")
 
@@ -67,7 +69,7 @@ class Moments:
 
 def profile(config: Config, path: Path, run: Path, overrides: Sequence[str], functions: bool) -> dict[str, Any]:
     """One run, and where its time went. Raises `RunFailed`, `UserError`."""
-    window = Window.of(config.steps, config.staleness.max_age)
+    window = Window.of(config.steps, config.staleness.max_age, LEAST)
     marks = (window.warm, window.last)
     moments = Moments(run, marks)
     settings = [*overrides, *(["cluster.sample_stacks=true"] if functions else [])]
@@ -199,7 +201,7 @@ def main() -> int:
         args = parse()
         overrides = [NO_EVALS, *args.set]
         config = load_config(args.config, overrides)
-        Window.of(config.steps, config.staleness.max_age)  # before anything is started
+        Window.of(config.steps, config.staleness.max_age, LEAST)  # before anything is started
         where = result.machine()
         with tempfile.TemporaryDirectory(prefix="segue-profile-") as scratch:
             run = args.keep if args.keep is not None else Path(scratch) / "run"
@@ -211,6 +213,8 @@ def main() -> int:
         print(f"{failure.part}: {failure.sentence}", file=sys.stderr)
         return 1
     print(table(found, args.top))
+    if args.json is None:
+        print("\nNothing was saved: --json FILE keeps the figures.")
     packages = ("torch", "transformers", "ray")
     result.write(
         args.json, result.document("profile", found, seeds=[config.seed], arguments=vars(args), packages=packages, where=where)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
-from benchmarks.command import ended, json_file
+from benchmarks.command import Parser, ended, json_file, positive
 from benchmarks.watched import Watched, train
 from segue.config import load_config
 from segue.errors import RunFailed, UserError
@@ -297,17 +297,17 @@ def told(name: str, run: Mapping[str, Any]) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("reprefill", __doc__)
     parser.add_argument("--json", type=json_file, help="write the figures here")
     parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=list(THREE))
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    parser.add_argument("--steps", type=int, help="of each run")
+    parser.add_argument("--steps", type=positive, help="of each run")
     parser.add_argument("--policy", action="store_true", help="compare update.policy every and budget instead")
     parser.add_argument("--config", type=Path, default=CONFIGS / "quickstart.toml", help="of --policy")
     parser.add_argument("--serial", action="store_true", help="of --policy: runs in one process, on a logical clock")
     parser.add_argument("--budget", type=float, default=0.02, help="update.reprefill_budget of --policy")
     parser.add_argument("--window", type=float, default=20.0, help="update.reprefill_window of --policy, in seconds")
-    parser.add_argument("--repeats", type=int, default=1, help="of --policy: runs per arm")
+    parser.add_argument("--repeats", type=positive, default=1, help="of --policy: runs per arm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run directories here")

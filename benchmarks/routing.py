@@ -17,7 +17,6 @@ younger ones are parked for them, and all of them are leased again.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result
-from benchmarks.command import ended, json_file
+from benchmarks.command import Parser, ended, json_file, positive
 from benchmarks.watched import train
 from segue.errors import RunFailed, UserError
 
@@ -90,16 +89,13 @@ def run_arm(arm: str, seed: int, engine: str, steps: int, folder: Path) -> dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser("routing", __doc__)
     parser.add_argument("--json", type=json_file, help="write the figures here")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=positive, default=12)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if args.steps < 1 or args.repeats < 1:
-        print("--steps and --repeats must be at least 1: raise them.", file=sys.stderr)
-        return 2
     where = result.machine()
     pairs: list[dict[str, dict[str, Any]]] = []
     try:

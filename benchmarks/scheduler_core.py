@@ -14,7 +14,6 @@ not grow faster than log n: from 1,000 to 100,000 episodes by no more than log(1
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
@@ -23,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.command import ended, json_file
+from benchmarks.command import Parser, ended, json_file, positive
 from benchmarks.result import document, machine, write
 from scheduler.core import SchedulerCore
 from scheduler.core import commands as c
@@ -327,12 +326,14 @@ def figures(measured: Measured) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("scheduler-core", __doc__)
     parser.add_argument("--json", type=json_file)
-    parser.add_argument("--events", type=int, default=1_500_000, help="events to measure at each size")
+    parser.add_argument("--events", type=positive, default=1_500_000, help="events to measure at each size")
     parser.add_argument("--live", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if min(arguments.live) < 2:
+        parser.error("--live must be 2 or more: growth is compared with that of log n")
     where = machine()
     sizes = {}
     for live in arguments.live:

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.command import ended, json_file
+from benchmarks.command import Parser, ended, json_file, positive
 from benchmarks.peers import Peer
 from benchmarks.result import document, machine, write
 from benchmarks.slow_link import Link, make_link
@@ -327,19 +327,19 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = Parser("weight-sync", __doc__)
     parser.add_argument("--json", type=json_file, help="write the figures here")
     parser.add_argument("--only", choices=("", "transfer", "pause"), default="", help="one half of it")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--pairs", type=positive, default=7)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[4.0, 40.0, 400.0])
-    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--bucket-bytes", type=int, default=WeightSyncConfig().bucket_bytes, help="weightsync.bucket_bytes")
+    parser.add_argument("--receivers", type=positive, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--bucket-bytes", type=positive, default=WeightSyncConfig().bucket_bytes, help="weightsync.bucket_bytes")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--engine", default="embedded", help="whose pause is measured (benchmarks.weight_sync_arms)")
     parser.add_argument("--staging", choices=("device", "host", "none"), default="device", help="weightsync.staging")
     parser.add_argument("--link", choices=("auto", "namespaces", "throttle"), default="auto", help="what is slowed, and how")
-    parser.add_argument("--sequences", type=int, default=4, help="requests that the engine is asked at a time")
-    parser.add_argument("--probe-tokens", type=int, default=64)
+    parser.add_argument("--sequences", type=positive, default=4, help="requests that the engine is asked at a time")
+    parser.add_argument("--probe-tokens", type=positive, default=64)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--vocabulary", type=int, default=8192)
@@ -347,7 +347,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main() -> int:
     args = parse()
     where = machine()
     try:
@@ -355,13 +355,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             result = asyncio.run(measure(args, folder))
     except (RunFailed, UserError) as error:
-        raise SystemExit(str(error)) from None
+        print(error, file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
     for name in ("transfer_ratio", "pause_ratio", "pause_ratio_slow_link"):
         if name in result:
             print(f"{name}: {result[name]:.3f}")
     told = {key: value for key, value in vars(args).items() if key != "json"}
     packages = ("torch", "transformers")
     write(args.json, document("weight_sync", result, seeds=[args.seed], arguments=told, packages=packages, where=where))
+    return 0
 
 
 if __name__ == "__main__":

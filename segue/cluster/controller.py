@@ -92,6 +92,7 @@ class Controller:
         self._counts = counts
         self._only_eval = only_eval
         self._began = self._last_step = time.monotonic()
+        self._first = True
         self._evals = _read_evals(run)
         earlier = read_jsonl(run.metrics)
         self._earlier_seconds = earlier[-1]["elapsed_seconds"] if earlier else 0.0
@@ -251,7 +252,7 @@ class Controller:
             data["step"],
             elapsed_seconds=self._earlier_seconds + now - self._began,
             step_seconds=now - began,
-            wait_seconds=stats.pop("wait_seconds", 0.0),
+            wait_seconds=self._wait(stats, now - began),
             version=scheduler["newest_version"],
             queue_groups=scheduler["queue"]["ready"],
             in_flight=scheduler["episodes"]["states"]["leased"],
@@ -261,6 +262,19 @@ class Controller:
             redundant=(dropped["episodes"] - known[0], dropped["tokens"] - known[1]),
             since=since,
         )
+
+    def _wait(self, stats: dict[str, Any], step_seconds: float) -> float:
+        """How long the learner waited within this step; taken out of its `stats`.
+
+        It waits for its first batch from its start on, before the evaluation, and the first step begins when training is opened:
+        of that wait no more is the step's than the learner's phases leave. (In serial mode the two are on different clocks.)
+        """
+        waited: float = stats.pop("wait_seconds", 0.0)
+        first, self._first = self._first, False
+        if not first or self._serial:
+            return waited
+        computed: float = sum(seconds for name, seconds in stats.items() if name.endswith("_seconds"))
+        return min(waited, max(0.0, step_seconds - computed))
 
     def _say(self, line: str) -> None:
         print(line, file=self._console, flush=True)

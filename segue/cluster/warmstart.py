@@ -66,7 +66,7 @@ def cached(config: Config) -> Path | None:
 def warmstart(config: Config, progress: bool = True) -> Path:
     """The folder (Hugging Face layout) of the warm start that `config` describes; makes it if it is not cached.
 
-    `progress` shows a bar on stderr. Raises `UserError`: the suite refuses its arguments, or the cache cannot be written.
+    `progress` shows on stderr how far it is. Raises `UserError`: the suite refuses its arguments, or the cache cannot be written.
     """
     assert config.warmstart is not None, "no [warmstart] table"
     recipe = recipe_of(config)
@@ -155,27 +155,14 @@ def _is_file(text: str) -> bool:
 def _make(config: Config, wanted: WarmstartConfig, folder: Path, progress: bool) -> None:
     # Before torch is loaded: threads that spin while they wait make a step ten times slower as soon as anything else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
     from envpool.suites import load_suite
+    from segue.cluster.progress import shown
 
     suite = load_suite(config.task.env, config.task.args)
-    console = Console(stderr=True, quiet=not progress)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not progress,
-    ) as bar:
-        # The bar comes first: the imports below take seconds.
-        n = min(DEMONSTRATIONS, wanted.steps * wanted.batch)
-        showing = bar.add_task("Warm start: demonstrations", total=n, note="")
-        training = bar.add_task("Warm start: distillation  ", total=wanted.steps, note="", start=False)
+    n = min(DEMONSTRATIONS, wanted.steps * wanted.batch)
+    showing, training = "Warm start: demonstrations", "Warm start: distillation"
+    with shown({showing: n, training: wanted.steps}, quiet=not progress) as told:
+        told.begin(showing)  # first: the imports below take seconds
 
         from learner.tokenizer import build_tokenizer
         from rollout.chat import ChatRenderer
@@ -185,15 +172,11 @@ def _make(config: Config, wanted: WarmstartConfig, folder: Path, progress: bool)
         logs = []
         for log in demonstrations(suite, renderer, n, wanted.seed, wanted.good_share):
             logs.append(log)
-            bar.advance(showing)
-        bar.start_task(training)
-
-        def told(step: int, loss: float) -> None:
-            bar.update(training, completed=step, note=f"loss {loss:.2f}")
-
-        parameters = _distil(wanted, tokenizer, logs, folder, told)
+            told.done(len(logs))
+        told.begin(training)
+        parameters = _distil(wanted, tokenizer, logs, folder, lambda step, loss: told.done(step, f"loss {loss:.2f}"))
         tokenizer.save_pretrained(str(folder))
-    console.print(f"Warm start: {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens, {n} demonstrations.")
+    told.say(f"Warm start: {parameters / 1e6:.2f} M parameters, {len(tokenizer)} tokens, {n} demonstrations.")
 
 
 def demonstrations(suite: Suite, renderer: ChatRenderer, n: int, seed: int, good_share: float) -> Iterator[TokenLog]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from segue.errors import DiskFailed, RunFailed, UserError
@@ -30,7 +32,7 @@ HOST = "127.0.0.1"
 def monitor(
     path: Path, port: int, interval: float, say: Callable[[str], None], tie: Callable[[int], None] = lambda parent: None
 ) -> int:
-    """Run Prometheus for the run in `path` on `port`, scraping every `interval` seconds, until it ends or is interrupted.
+    """Run Prometheus for the run in `path` on `port`, scraping every `interval` seconds, until it ends or a signal ends this.
 
     `tie` is called in the new process with the number of this one: it ties the one's life to the other's. Raises `UserError`
     where there is no such run, no Prometheus, the port is taken, or the run directory cannot be written; `RunFailed`
@@ -51,19 +53,40 @@ def monitor(
         raise UserError(error.place) from error
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written ({error.strerror}): make it a place that can be.") from None
-    with output:
-        process = start(program, folder, port, output, tie)
-    try:
-        until_ready(process, port, log)
-        write_atomic(address_file(run), f"http://{HOST}:{port}\n".encode())
+    with _unwound_by_signals():
+        with output:
+            process = start(program, folder, port, output, tie)
         try:
-            say(f"Prometheus of {run.name}: http://{HOST}:{port} (Ctrl-C ends it; Grafana: docs/monitoring.md)")
-            process.wait()
-            raise RunFailed("prometheus", _ended(process, log))
+            until_ready(process, port, log)
+            try:
+                write_atomic(address_file(run), f"http://{HOST}:{port}\n".encode())
+                say(f"Prometheus of {run.name}: http://{HOST}:{port} (Ctrl-C ends it; Grafana: docs/monitoring.md)")
+                process.wait()
+                raise RunFailed("prometheus", _ended(process, log))
+            finally:
+                address_file(run).unlink(missing_ok=True)  # here only: it may be that of another Prometheus of this run
         finally:
-            address_file(run).unlink(missing_ok=True)  # here only: it may be that of another Prometheus of this run
+            stop(process)
+
+
+@contextlib.contextmanager
+def _unwound_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the block as Ctrl-C does; the exit code is 128 + signal."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        for each in before:  # what is cleaned up is not to be cut short: a terminal that closes may say so twice
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup
+            signal.signal(number, unwind)
+    try:
+        yield
     finally:
-        stop(process)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def folder_of(run: RunDir) -> Path:

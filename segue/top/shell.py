@@ -136,7 +136,9 @@ class Watch:
         serial = (self._run.logs / "serial-0.log").exists()
         if serial:
             return " In one process (--serial), which exports nothing: these are the figures of its steps."
-        return " No process answers yet." if not trains else " No process answers: it may be stopping."
+        if not self._run.log_of("driver-0", self._run.attempts()).exists():
+            return " It prepares: makes its warm start, say, which its own output shows."
+        return " Its processes start: none answers yet." if not trains else " No process answers: it starts or stops."
 
     def _summary(self) -> dict[str, Any] | None:
         return read_summary(self._run) if self._run.summary.is_file() else None

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
@@ -76,8 +77,8 @@ def test_growth_between_two_readings_counts_who_came_in_between_whole() -> None:
     assert watch.between({old: 3.0}, {old: 4.0, new: 2.5}) == {"rollout-0": 3.5}
 
 
-def test_the_table_shows_everything() -> None:
-    found = {
+def some_figures() -> dict[str, Any]:
+    return {
         "window": {"first_step": 5, "steps": 4, "seconds": 8.0},
         "tokens_trained": 800.0,
         "tokens_per_second": 100.0,
@@ -90,6 +91,10 @@ def test_the_table_shows_everything() -> None:
         },
         "functions": {"rollout-0": {"cpu_seconds": 2.0, "self": [{"file": "a/b.py", "function": "f", "seconds": 1.5}] * 3}},
     }
+
+
+def test_the_table_shows_everything() -> None:
+    found = some_figures()
     text = profile.table(found, top=2)
     rows = [line.split() for line in text.splitlines()]
     assert ["learner-0", "1.00", "6.00", "1.500", "8.00"] in rows and ["all", "2.00", "8.00", "2.000", "12.00"] in rows
@@ -102,10 +107,24 @@ def test_impossible_runs_are_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["profile", "--set", "steps=5"])
     assert profile.main() == 2 and "no steady state" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["profile", "--set", "steps=12"])  # a window of one step
+    assert profile.main() == 2
+    assert capsys.readouterr().err == ("12 steps leave no steady state of 5 steps with staleness.max_age = 4: use 16 or more.\n")
     monkeypatch.setattr("sys.argv", ["profile", "nowhere.toml"])
     assert profile.main() == 2 and "nowhere.toml" in capsys.readouterr().err
     with pytest.raises(UserError, match="--top"):
         profile.parse(["--top", "0"])
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_figures_that_were_not_saved_are_said_to_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: bool
+) -> None:
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("sys.argv", ["profile", "--set", "steps=16", *(["--json", str(out)] if saved else [])])
+    monkeypatch.setattr(profile, "profile", lambda *_: some_figures())
+    assert profile.main() == 0 and out.exists() == saved
+    assert ("Nothing was saved: --json FILE keeps the figures." in capsys.readouterr().out) != saved
 
 
 @pytest.mark.full

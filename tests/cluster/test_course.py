@@ -257,6 +257,20 @@ async def test_a_step_has_what_the_roles_counted_since_the_one_before(config: Co
     assert [line["state_seconds"] for line in lines] == [None] * 3
 
 
+@pytest.mark.parametrize(("serial", "waits"), [(False, [3.5, 1.0]), (True, [60.0, 1.0])])
+async def test_a_steps_wait_is_within_the_step(config: Config, run: RunDir, serial: bool, waits: list[float]) -> None:
+    """The learner has waited for its first batch since before the evaluation, which is no part of the first step."""
+    learned = asyncio.get_running_loop().create_future()
+    controller = Controller(config, run, Scheduler(), learned, Console(), no_counts, serial=serial)
+    controller._last_step = 100.0  # training is opened
+    lines = []
+    for step, (now, waited) in enumerate([(105.0, 60.0), (107.0, 1.0)]):
+        data = step_event(step + 1, step).data
+        data["stats"] = {"forward_backward_seconds": 1.25, "optimizer_seconds": 0.25, "wait_seconds": waited}
+        lines.append(controller._line(data, now, {}))
+    assert [(line["step_seconds"], line["wait_seconds"]) for line in lines] == list(zip([5.0, 2.0], waits, strict=True))
+
+
 async def test_who_is_cancelled_while_the_roles_are_asked_has_not_seen_the_step(config: Config, run: RunDir) -> None:
     """The driver of an interrupted run takes the events up again: the step must still be among them."""
     asking, asked = asyncio.Event(), 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -91,3 +94,34 @@ def test_a_run_directory_that_cannot_be_written_is_one_sentence(
     (run.path / "metrics").touch()
     with pytest.raises(UserError, match=r"metrics/prometheus\S* cannot be written \(Not a directory\): make it"):
         serve.monitor(run.path, free_port(), 5.0, print)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_ends_it_and_takes_its_address_back(
+    number: int, code: int, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finds the address would ask a Prometheus that is there no more."""
+    handlers = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+    started: list[subprocess.Popen[bytes]] = []
+
+    def ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        started.append(process)
+
+    def say(line: str) -> None:
+        assert serve.address_file(run).is_file()
+        os.kill(os.getpid(), number)
+
+    def stop(process: subprocess.Popen[bytes]) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)  # a terminal that closes says so more than once: it is not cut short
+        process.kill()
+        process.wait()
+
+    monkeypatch.setattr(serve, "find", lambda name: program(tmp_path, "exec sleep 600"))
+    monkeypatch.setattr(serve, "until_ready", ready)
+    if number != signal.SIGINT:
+        monkeypatch.setattr(serve, "stop", stop)
+    monkeypatch.setattr("builtins.print", lambda line, **_: say(line) if str(line).startswith("Prometheus of") else None)
+    result = CliRunner().invoke(app, ["monitor", str(run.path), "--port", str(free_port())])
+    assert (result.exit_code, serve.address_file(run).exists()) == (code, False)
+    assert started[0].poll() is not None
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)] == handlers

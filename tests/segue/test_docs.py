@@ -46,3 +46,18 @@ def test_the_check_runs_as_a_command() -> None:
     command = [sys.executable, "-m", "segue.metrics.docs", "--check"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_every_variable_that_launch_sh_reads_is_explained() -> None:
+    script = (DOCS.parent / "launch.sh").read_text(encoding="utf-8")
+    read = {name for name in re.findall(r"\$\{!?([A-Z][A-Z0-9_]+)[:}]", script) if not name.startswith("SLURM")}
+    page = (DOCS / "cluster.md").read_text(encoding="utf-8")
+    section = page.partition("\n## The environment\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\|`([A-Z0-9_]+)`\|", section, re.M)) == read
+
+
+def test_the_command_of_promtool_names_files_that_are_there() -> None:
+    page = (DOCS / "monitoring.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^\.venv/(\S+/promtool) check rules (.+)$", page, re.M)
+    assert command[0] == "opt/prometheus/usr/bin/promtool"
+    assert all((DOCS.parent / name).is_file() for name in command[1].split())

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,12 @@ def test_a_run_that_died_is_said_to_have(tmp_path: Path) -> None:
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run", to_toml(config_of(9)))
     code, out, _ = shown(run.path, "--interval", 0.1)
-    assert code == 0 and "It goes on: 0 of 9 steps are trained. No process answers yet." in out
+    assert code == 0 and "It goes on: 0 of 9 steps are trained. It prepares: makes its warm start, say, which" in out
+    (run.logs / "driver-0.log").touch()
+    assert "trained. Its processes start: none answers yet." in shown(run.path, "--interval", 0.1)[1]
+    run.begin_attempt(datetime(2026, 1, 1))
+    run.begin_attempt(datetime(2026, 1, 2))
+    assert "trained. It prepares: " in shown(run.path, "--interval", 0.1)[1]
     (run.logs / "serial-0.log").touch()
     assert "In one process (--serial), which exports nothing" in shown(run.path, "--interval", 0.1)[1]
     run.unlock()

@@ -130,8 +130,9 @@ def test_all_code_that_makes_it_is_in_the_recipe(own_cache: Path) -> None:
     assert len(ours) > 20
     rest = {f for f in ours - set(hashed) if not f.startswith("segue/config/") and not f.endswith("/__init__.py")}
     says_what_went_wrong = {"segue/errors.py", "segue/users_code.py", "segue/model_folder.py"}
+    says_how_far_it_is = {"segue/cluster/progress.py"}
     finds_others = {"envpool/suites/own.py", "segue/by_path.py", "segue/suite_path.py", "segue/cluster/cache.py"}
-    assert rest == {"segue/wire.py", "segue/ports/rpc.py", *says_what_went_wrong, *finds_others}
+    assert rest == {"segue/wire.py", "segue/ports/rpc.py", *says_what_went_wrong, *says_how_far_it_is, *finds_others}
 
 
 def test_an_unknown_suite_is_one_sentence() -> None:
@@ -161,8 +162,11 @@ def test_it_is_a_model_with_its_tokenizer(folder: Path) -> None:
     assert json.loads((folder / "recipe.json").read_text()) == recipe_of(config())
 
 
-def test_equal_recipes_give_equal_weights(folder: Path) -> None:
-    again = warmstart(config(), progress=False)
+def test_equal_recipes_give_equal_weights_and_say_how_far_they_are(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = warmstart(config())
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["Warm start: demonstrations: 0 of 24", "Warm start: distillation: 0 of 3"]
+    assert said[-1].endswith("tokens, 24 demonstrations.")
     assert again != folder
     assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert (again / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
