@@ -18,7 +18,8 @@ from segue.errors import DiskFailed, UserError
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full or unwritable disk under `path` into a `DiskFailed` of one sentence; other errors pass."""
+    """Turn a full or unwritable disk under `path`, or a folder that went away, into a `DiskFailed` of one sentence; other errors
+    pass."""
     try:
         yield
     except OSError as error:
@@ -30,6 +31,8 @@ def disk_errors(path: Path) -> Iterator[None]:
             why, remedy, again = "writing there is not allowed", "make it writable", " and go on with --resume"
         elif error.errno == errno.EIO:
             why, remedy, again = "the disk reports an error", "look after it", " and go on with --resume on a copy"
+        elif error.errno == errno.ENOENT and not path.parent.exists():
+            raise DiskFailed(f"{path.parent} is gone: it was removed or moved while it was being written to", "") from error
         else:
             raise
         raise DiskFailed(f"{path} could not be written because {why}: {remedy}", again) from error

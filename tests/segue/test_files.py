@@ -106,6 +106,13 @@ def test_each_disk_trouble_has_its_sentence(number: int, words: str) -> None:
     assert "resume" not in failed.value.place
 
 
+def test_a_folder_that_was_removed_meanwhile_is_named_and_nobody_is_told_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(DiskFailed) as failed:
+        write_atomic(tmp_path / "run" / "trajectories" / "1.json", b"{}")
+    gone = tmp_path / "run" / "trajectories"
+    assert str(failed.value) == f"{gone} is gone: it was removed or moved while it was being written to."
+
+
 def test_other_errors_are_not_taken_for_a_full_disk() -> None:
     with pytest.raises(FileNotFoundError), disk_errors(Path("x")):
         raise FileNotFoundError(errno.ENOENT, "no such file")
