@@ -30,7 +30,7 @@ from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, J
 from segue.cluster.hosts.ray_node import beside
 from segue.cluster.ports import free_ports
 from segue.cluster.processes import adopt_orphans, describe_exit, end_family, sigterm_blocked
-from segue.errors import RunFailed, UserError
+from segue.errors import DiskFailed, RunFailed, UserError
 from segue.files import write_atomic
 
 RETRY_SECONDS = 1.0
@@ -220,7 +220,8 @@ def checked(check: Check, address: str) -> Checked:
         write_atomic(probe, b"")
         probe.unlink()
     except (OSError, RunFailed) as error:
-        unwritable = getattr(error, "strerror", "") or str(error)
+        cause = error.__cause__ if isinstance(error, DiskFailed) else error
+        unwritable = getattr(cause, "strerror", "") or str(error)
     return Checked(missing, unwritable, free_ports(address, check.ports))
 
 
