@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plots.require()
         with claimed(out):
             same = {"versions": result.versions(), "set": list(args.overrides), "files": digests()}
-            before = earlier(out, "paper", same) or {"rows": []}
+            before = earlier(out, "paper", same, lambda found: [str(row["name"]) for row in found["rows"]]) or {"rows": []}
             done = [row for row in before["rows"] if "claims" in row]
             missing = [row for row in rows if row.name not in {row["name"] for row in done}]
             if not missing:

@@ -60,17 +60,20 @@ def locked(folder: Path, option: str) -> Iterator[None]:
         yield
 
 
-def earlier(out: Path, benchmark: str, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The results.json of a folder, if it has one, and it is this benchmark's with these settings. Raises `UserError`."""
+def earlier(
+    out: Path, benchmark: str, settings: Mapping[str, Any], look: Callable[[Mapping[str, Any]], object]
+) -> dict[str, Any] | None:
+    """The results.json of a folder, if it has one, and it is this benchmark's with these settings. `look` reads of it what going
+    on reads, and raises where something is amiss. Raises `UserError`."""
     path = out / RESULTS
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         told, known = found["benchmark"], dict(found["settings"])
         if told == benchmark:
-            _check_shape(found)
+            look(found)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read ({error}): remove the folder, or give --out another name.") from None
     if told != benchmark:
         raise UserError(f"{path} is of the benchmark {told}: give --out another name.")
@@ -81,19 +84,6 @@ def earlier(out: Path, benchmark: str, settings: Mapping[str, Any]) -> dict[str,
             f"{path} was measured with {key} = {was!r}, and now it is {now!r}: go back to that, or give --out another name."
         )
     return dict(found)
-
-
-def _check_shape(found: Mapping[str, Any]) -> None:
-    """Raises `TypeError` or `KeyError` where a results.json lacks what going on with it reads."""
-    bool(found["machine"]["quiet"])
-    parts = found["points"] if "points" in found else found["rows"]
-    for part in list(parts):
-        if "rows" in found and "points" not in found:
-            str(part["name"])
-            continue
-        if not isinstance(part["x"], (int, float)) or not isinstance(part["spread"], (int, float, type(None))):
-            raise TypeError(f"a point at {part['x']!r}, {part['spread']!r}")
-        dict(part["arms"]).items()
 
 
 def refuse_whole(out: Path) -> NoReturn:

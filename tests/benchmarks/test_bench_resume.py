@@ -81,7 +81,7 @@ def test_settings_are_compared_as_a_file_has_them() -> None:
 
 
 def test_results_of_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
-    assert earlier(tmp_path, "straggler", {}) is None
+    assert earlier(tmp_path, "straggler", {}, sweep._look) is None
     file = tmp_path / "results.json"
     whole = {
         "benchmark": "straggler",
@@ -90,11 +90,11 @@ def test_results_of_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
         "machine": {"quiet": True},
     }
     file.write_text(json.dumps(whole))
-    assert earlier(tmp_path, "straggler", {"commit": "abc", "scenario": {"unit": 1}}) is not None
+    assert earlier(tmp_path, "straggler", {"commit": "abc", "scenario": {"unit": 1}}, sweep._look) is not None
     with pytest.raises(UserError, match=r"was measured with scenario.unit = 1, and now it is 2: go back to that, or give --out"):
-        earlier(tmp_path, "straggler", {"commit": "abc", "scenario": {"unit": 2}})
+        earlier(tmp_path, "straggler", {"commit": "abc", "scenario": {"unit": 2}}, sweep._look)
     with pytest.raises(UserError, match="is of the benchmark straggler"):
-        earlier(tmp_path, "env_latency", {})
+        earlier(tmp_path, "env_latency", {}, sweep._look)
     point: dict[str, Any] = {"x": 1.0, "spread": None, "arms": {}}
     broken: list[dict[str, Any]] = [
         {"points": None},
@@ -107,7 +107,7 @@ def test_results_of_other_settings_are_not_gone_on_with(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"benchmark": "straggler"}', *(json.dumps(whole | damage) for damage in broken)):
         file.write_text(text)
         with pytest.raises(UserError, match="cannot be read"):
-            earlier(tmp_path, "straggler", {"commit": "abc", "scenario": {"unit": 1}})
+            earlier(tmp_path, "straggler", {"commit": "abc", "scenario": {"unit": 1}}, sweep._look)
 
 
 def test_a_folder_made_for_what_is_then_refused_goes_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from segue.cluster.hosts import where as wheres
 from segue.cluster.hosts.facts import address_towards, own_address
+from segue.cluster.hosts.member import join
 from segue.cluster.hosts.where import resolve, token_of
 from segue.errors import UserError
 
@@ -52,6 +53,8 @@ def test_what_can_be_no_host_is_said_without_a_traceback(address: str, sentence:
 
 def test_a_hosts_own_address_is_one_that_it_has() -> None:
     assert own_address("localhost") in ("127.0.0.1", "::1")
+    with pytest.raises(UserError, match=r"HEAD_ADDR = '\.\.foo' is no address \(no host can have that name\)"):
+        join("..foo", 29400, 1, "127.0.0.1", "token", 1.0)  # its own address is known, so that nobody asked for the head's before
     for address in ("not-an-address.invalid", "203.0.113.7", "..foo"):
         with pytest.raises(UserError, match=f"NODE_ADDR = '{address}' is no address of .*: set it to the one"):
             own_address(address)

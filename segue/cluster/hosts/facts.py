@@ -47,12 +47,16 @@ def address_towards(host: str, port: int) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(where)
             return str(probe.getsockname()[0])
-    except (OSError, UnicodeError) as error:  # the latter: a label that is empty or too long
-        why = error.strerror if isinstance(error, OSError) else "no host can have that name"
+    except (OSError, UnicodeError) as error:
         raise UserError(
-            f"HEAD_ADDR = {host!r} cannot be reached from {platform.node()} ({why or error}): name an address of the first "
-            "host that all hosts reach."
+            f"HEAD_ADDR = {host!r} cannot be reached from {platform.node()} ({reason(error)}): name an address of the first host "
+            "that all hosts reach."
         ) from None
+
+
+def reason(error: OSError | UnicodeError) -> str:
+    """Why an address is of no use, in words. Python's own are of its codec where a label of a name is empty or too long."""
+    return str(error.strerror or error) if isinstance(error, OSError) else "no host can have that name"
 
 
 def own_address(address: str) -> str:
@@ -62,9 +66,8 @@ def own_address(address: str) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.bind(where)
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no host can have that name"
         raise UserError(
-            f"NODE_ADDR = {address!r} is no address of {platform.node()} ({why or error}): set it to the one at which the "
+            f"NODE_ADDR = {address!r} is no address of {platform.node()} ({reason(error)}): set it to the one at which the "
             "other hosts reach it, or leave it out."
         ) from None
     return str(where[0])

@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from segue.cluster.hosts.channel import AuthenticationError, Channel, prove
-from segue.cluster.hosts.facts import address_towards, facts_here, own_address
+from segue.cluster.hosts.facts import address_towards, facts_here, own_address, reason
 from segue.cluster.hosts.messages import Check, Checked, End, HeadSays, Hello, Join, Left, MemberSays, Refused
 from segue.cluster.hosts.ray_node import beside
 from segue.cluster.ports import free_ports
@@ -93,6 +93,8 @@ def _call(head: str, port: int, seconds: float) -> Connection:
                 calling.connect(where)
                 calling.settimeout(None)
                 return Connection(calling.detach())
+        except UnicodeError as error:
+            raise UserError(f"HEAD_ADDR = {head!r} is no address ({reason(error)}): correct it.") from None
         except OSError as error:
             left = deadline - time.monotonic() - RETRY_SECONDS
             if left <= 0:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from segue.cluster.hosts.facts import reason
 from segue.errors import UserError
 
 PORT = 29400
@@ -38,11 +39,10 @@ def resolve(address: str) -> str:
     """
     try:
         found = [str(each[4][0]) for each in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
-    except (OSError, UnicodeError) as error:  # the latter: a label that is empty or too long
-        why = error.strerror if isinstance(error, OSError) else "no host can have that name"
+    except (OSError, UnicodeError) as error:
         port = ", and set HEAD_PORT to the port" if ":" in address else ""
         raise UserError(
-            f"HEAD_ADDR = {address!r} is no address that is known here ({why or error}): set it to a name or an address "
+            f"HEAD_ADDR = {address!r} is no address that is known here ({reason(error)}): set it to a name or an address "
             f"alone{port}."
         ) from None
     if any(ipaddress.ip_address(each).is_unspecified for each in found):
