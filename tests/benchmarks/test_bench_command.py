@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,16 @@ def test_every_json_option_of_ours_is_checked_so() -> None:
             assert '"--json"' not in line or "type=json_file" in line, f"{file}: {line}"
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """A benchmark keeps its handlers to the end of its process; other tests interrupt this one."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
 def test_ctrl_c_is_a_sentence_and_130(capsys: pytest.CaptureFixture[str]) -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
