@@ -38,9 +38,9 @@ from segue.ports.envpool import RESET_STEP, Create, Created, Observation, Resume
 from segue.ports.rollout import Fail, Finish, Lease, NodeEvent, Parked, Paused, Resumed, SliceUsed
 from segue.trajectory import Author, context
 
-PIECE_TOKENS = 2048
 DETAIL_CHARACTERS = 500
 """Of what the scheduler is told about a failure."""
+PIECE_TOKENS = 2048
 """A long action reaches the scheduler in pieces of about so many tokens (17 bytes each, under the 64 kB limit of a flush)."""
 
 T = TypeVar("T")
