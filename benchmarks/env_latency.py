@@ -3,7 +3,8 @@
     python -m benchmarks.env_latency [--real] [--points 0 1 2 5 10] [--spreads 0 1] [--arms sync async_recompute …] [--out DIR]
 
 A point is the mean latency of a step over the time that sampling an action takes: in virtual time that of a mean action while all
-slots decode, with --real as measured in a first run. The spread is sigma of the logarithm, 0: all steps take the same time.
+slots decode, with --real as measured in a first run. The spread is sigma of the logarithm, 0: all steps take the same time; at
+point 0, where there is nothing to spread, the first of them stands for all.
 What runs: `benchmarks.sweep`.
 """
 
@@ -58,6 +59,8 @@ SWEEP = Sweep(
     points_real=(0.0, 5.0),
     virtual=virtual,
     real=real,
+    varies=("env.step_seconds",),
+    varies_real=("task.args.distribution", "task.args.mean", "task.args.spread"),
     relative=True,
     spreads=(0.0, 1.0),
     spread_limits=(0.0, 3.0),

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.plots import Drawn
 from benchmarks.result import busy
-from benchmarks.sweep_table import COLUMNS, ceilings_text, point_name, rows
+from benchmarks.sweep_table import COLUMNS, ceilings_text, point_name, rows, window_text
 
 Document = Mapping[str, Any]
 
@@ -72,10 +72,11 @@ def figures(drawn: Sequence[Drawn]) -> Iterable[str]:
 
 def _point(document: Document, point: Mapping[str, Any]) -> str:
     kind = "" if point.get("balanced", True) else " class='unbalanced'"
+    few = f"<p class='unbalanced'>{_text(told)}</p>" if (told := window_text(point)) else ""
     heading = "".join(f"<th title='{_text(meaning)}'>{_text(name)}</th>" for name, meaning, _ in COLUMNS)
     body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows(point))
     return (
-        f"<h3>{_text(point_name(document['sweep']['symbol'], point))}</h3><p{kind}>{_text(ceilings_text(point))}</p>"
+        f"<h3>{_text(point_name(document['sweep']['symbol'], point))}</h3><p{kind}>{_text(ceilings_text(point))}</p>{few}"
         f"<div class='wide'><table><tr><th>arm</th>{heading}</tr>{body}</table></div>"
     )
 

@@ -26,7 +26,7 @@ from benchmarks.jobs import each
 from benchmarks.paper_figures import HEADINGS, NOT_PLAYED, reasons, row_document, table
 from benchmarks.paper_rows import FOLDER, Played, Row, cost, load_row, load_rows, play_arm
 from benchmarks.results_folder import PAGE, RESULTS, Kept, claimed, earlier, left, refuse_whole
-from segue.config import parse_overrides
+from benchmarks.virtual.scenario import parse_sets
 from segue.errors import RunFailed, UserError
 from segue.files import disk_errors, write_atomic
 
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.jobs < 1:
             raise UserError(f"--jobs {args.jobs} is too low: give 1 or more.")
-        rows = load_rows(args.only, parse_overrides(args.overrides))
+        rows = load_rows(args.only, parse_sets(args.overrides))
         plots.require()
         with claimed(out):
             same = {"versions": result.versions(), "set": list(args.overrides), "files": digests()}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from benchmarks.arms import ARMS
 from benchmarks.command import install
 from segue.errors import UserError
 
@@ -134,7 +135,10 @@ def _all(key: str) -> Values:
 
 
 def _points(document: Document, panel: Panel) -> list[Mapping[str, Any]]:
-    return [point for point in document["points"] if point["spread"] == panel.spread]
+    """A panel's points; one at 0, where there is nothing to spread, stands in every panel that has none of its own."""
+    points = {point["x"]: point for point in document["points"] if point["x"] == 0.0}
+    points |= {point["x"]: point for point in document["points"] if point["spread"] == panel.spread}
+    return [points[x] for x in sorted(points)]
 
 
 def _has(document: Document, panel: Panel) -> bool:
@@ -163,7 +167,9 @@ def _draw(document: Document, name: str, panels: Sequence[Panel], folder: Path) 
 
 def _panel(document: Document, panel: Panel, axis: Axes) -> None:
     points = _points(document, panel)
-    for i, arm in enumerate(document["arms"]):
+    known = list(ARMS)
+    for arm in document["arms"]:
+        i = known.index(arm)  # an arm looks the same in every sweep, whichever others ran
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
         for value, line in ((panel.value, "-"), (panel.upper, ":")):
             if value is None:

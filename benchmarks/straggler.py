@@ -56,6 +56,8 @@ SWEEP = Sweep(
     points_real=(1.0, 5.0, 20.0),
     virtual=virtual,
     real=real,
+    varies=("workload.turns.kind", "workload.turns.spread"),
+    varies_real=("task.args.distribution", "task.args.spread"),
 )
 
 

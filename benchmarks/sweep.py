@@ -45,6 +45,7 @@ class Sweep(msgspec.Struct, frozen=True):
     low, high         the points allowed
     points, spreads   by default; no spreads: one panel
     relative          points are in times of sampling an action, which a real sweep then measures first
+    varies            keys of a scenario that a point decides, `varies_real` those of a config: --set may not
     virtual           tables over a scenario that put it at a point
     real              overrides of a config that put it at a point; the last argument is the seconds that sampling an action takes
     """
@@ -59,6 +60,8 @@ class Sweep(msgspec.Struct, frozen=True):
     points_real: tuple[float, ...]
     virtual: Callable[[World, Point], dict[str, Any]]
     real: Callable[[Config, Point, float], list[str]]
+    varies: tuple[str, ...]
+    varies_real: tuple[str, ...]
     relative: bool = False
     spreads: tuple[float, ...] = ()
     spread_limits: tuple[float, float] = (0.0, 0.0)
@@ -104,10 +107,12 @@ def parser(sweep: Sweep, about: str | None) -> argparse.ArgumentParser:
             "--spreads", nargs="*", type=float, metavar="S", help=f"{sweep.spread_label}; default {_several(sweep.spreads)}"
         )
     parser.add_argument("--arms", nargs="*", metavar="ARM", help="default: all (benchmarks/arms.py)")
-    parser.add_argument("--repeats", type=int, default=1, help="runs per arm and point, each with the next seed")
+    parser.add_argument("--repeats", type=int, default=1, help="runs per arm and point, each with the next seed (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the first")
     parser.add_argument("--steps", type=int, help="of every run; default: the scenario's or config's")
-    parser.add_argument("--redundancy", type=int, default=1, metavar="R", help="members that groups of redundant arms have more")
+    parser.add_argument(
+        "--redundancy", type=int, default=1, metavar="R", help="members that groups of redundant arms have more (default 1)"
+    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="for all arms")
     out = "results, also of a call that was cut short: what they have is kept; default runs/bench-NAME-TIME"
     parser.add_argument("--out", type=Path, metavar="DIR", help=out)
@@ -134,11 +139,12 @@ def plan(sweep: Sweep, args: argparse.Namespace) -> Plan:
         value = getattr(args, name)
         if value is not None and value < least:
             raise UserError(f"--{name} {value} is too low: give {least} or more.")
+    _check_sets(sweep, args)
     arms = chosen(args.arms)
     plots.require()
     return Plan(
         sweep=sweep,
-        points=[Point(x, spread) for spread in spreads for x in xs],
+        points=[Point(x, spread) for spread in spreads for x in xs if x or spread == spreads[0]],  # nothing has no spread
         arms=arms,
         seeds=[args.seed + repeat for repeat in range(args.repeats)],
         overrides=list(args.overrides),
@@ -160,6 +166,20 @@ def _check_kind(args: argparse.Namespace) -> None:
             option, remedy = name.replace("_", "-"), "leave one of the two out" if args.real else "add --real, or leave it out"
             where = "in virtual time, not for --real" if args.real else "with --real"
             raise UserError(f"--{option} is for sweeps {where}: {remedy}.")
+
+
+def _check_sets(sweep: Sweep, args: argparse.Namespace) -> None:
+    """What points and arms decide is not for --set, which would be overruled or make points what they are not called."""
+    config = "" if args.real else "config."
+    for key in (item.partition("=")[0].strip() for item in args.overrides):
+        for taken in sweep.varies_real if args.real else sweep.varies:
+            if f"{key}.".startswith(f"{taken}.") or f"{taken}.".startswith(f"{key}."):
+                options = "--points and --spreads" if sweep.spreads else "--points"
+                raise UserError(f"--set {key} is what this sweep varies: choose {options}, and leave it out.")
+        if key in (f"{config}mode", f"{config}update.inflight"):
+            raise UserError(f"--set {key} is what arms differ in: choose --arms, and leave it out.")
+        if key in (f"{config}{name}" for name in ("seed", "steps", "group.redundancy")):
+            raise UserError(f"--set {key} has an option of its own: give --{key.rpartition('.')[2]} in its place.")
 
 
 def _values(values: Sequence[float], option: str, low: float, high: float) -> list[float]:

@@ -87,6 +87,7 @@ def arm_document(runs: Sequence[Measured], sync: Sequence[Measured] | None) -> d
         if theirs.figures.tokens_per_second > 0.0  # over no tokens at all there is none
     ]
     return {
+        "window_steps": min(f.steps for f in figures),
         "tokens_per_second": median(lambda f: f.tokens_per_second),
         "speedup": statistics.median(speedups) if speedups else None,
         "speedups": speedups,

@@ -25,7 +25,7 @@ from benchmarks.results_folder import Kept
 from benchmarks.suite_latency import deadlines
 from benchmarks.sweep import Plan
 from benchmarks.sweep_figures import Measured, Point, Seeded
-from benchmarks.sweep_table import run_text
+from benchmarks.sweep_table import point_name, run_text
 from benchmarks.watched import Watched, train
 from segue.cluster.cores import cores_text
 from segue.config import Config, load_config
@@ -70,12 +70,15 @@ def measure_seed(plan: Plan, point: Point, seed: int, kept: Kept) -> Seeded:
     generate = kept.of("generation-seconds", float, partial(generation_seconds, plan)) if plan.sweep.relative and point.x else 0.0
     here = _at(plan, base, point, generate)
     name, own = f"{point.name}-seed{seed}", f"seed={seed}"
+    where = point_name(plan.sweep.symbol, {"x": point.x, "spread": point.spread})
     found = kept.of(f"{name}-ceilings", ceilings.Ceilings, partial(_ceilings, plan, [*here, own])) if plan.ceilings else None
     runs: dict[str, Ran] = {}
     for arm in plan.arms:
         overrides = [*here, *_lines(arm.tables(base, plan.redundancy)), own]
         said = partial(_said, plan, point, arm.name, found)
-        runs[arm.name] = kept.of(f"{name}-{arm.name}", Ran, partial(_run, plan, base, overrides, seed, said))
+        runs[arm.name] = kept.of(
+            f"{name}-{arm.name}", Ran, partial(_run, plan, base, overrides, seed, f"  {where}, seed {seed}, {arm.name} …", said)
+        )
     more = {"generation_seconds": generate} if generate else {}
     for key in ("generation_idle_share", "training_wait_share", "repeating_share", "unknown_share") if found else ():
         more[key] = getattr(found, key)
@@ -89,9 +92,11 @@ def _at(plan: Plan, base: Config, point: Point, generate: float) -> list[str]:
     return [*here, *deadlines(_config(plan, here))]
 
 
-def _run(plan: Plan, base: Config, overrides: list[str], seed: int, said: Callable[[Measured], str]) -> Ran:
+def _run(plan: Plan, base: Config, overrides: list[str], seed: int, starting: str, said: Callable[[Measured], str]) -> Ran:
+    """One run; `starting` is printed before it, what `said` makes of it after."""
     config, overrides = _arm(plan, base, overrides)
     window = Window.of(config.steps, config.staleness.max_age)
+    print(starting, flush=True)
     watched = _train(plan, overrides, window)
     measured = _measured(watched, window, config, seed)
     print(said(measured), flush=True)

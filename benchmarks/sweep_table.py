@@ -23,9 +23,14 @@ def _age(arm: Arm) -> str:
     return f"{shown(arm['staleness_mean'], '.2f')} / {shown(arm['staleness_max'], 'd')} of {arm['staleness_bound']}"
 
 
+FEW_STEPS = 5
+"""A window below it is told of: what one step takes says little."""
+
 COLUMNS: tuple[tuple[str, str, Callable[[Arm], str]], ...] = (
     ("tokens/s", "trained tokens per second", _number("tokens_per_second", ",.0f")),
     ("speed-up", "trained tokens per second over those of sync, same seed", _number("speedup", ".2f")),
+    ("efficiency", "trained tokens per second over the lower ceiling", _number("efficiency", ".3f")),
+    ("steps", "of the window of steady state, which all figures but the wasted are of", _number("window_steps", "d")),
     ("step s", "mean seconds of a step", _number("step_seconds", ".2f")),
     ("idle rollout", "share of their time that rollout nodes waited", _idle("rollout")),
     ("learner", "share of its time that the learner waited", _idle("learner")),
@@ -40,7 +45,6 @@ COLUMNS: tuple[tuple[str, str, Callable[[Arm], str]], ...] = (
         _number("length_bias", ".3f"),
     ),
     ("failed", "environment calls that failed, in the window", _number("env_failures", "d")),
-    ("efficiency", "trained tokens per second over the lower ceiling", _number("efficiency", ".3f")),
 )
 """Heading, what it means, and the cell of an arm."""
 
@@ -67,6 +71,15 @@ def ceilings_text(point: Mapping[str, Any]) -> str:
     return told if point["balanced"] else f"{told}: NOT BALANCED (0.8 to 1.25)"
 
 
+def window_text(point: Mapping[str, Any]) -> str:
+    """A warning where figures are of few steps; else nothing."""
+    steps = {name: arm["window_steps"] for name, arm in point["arms"].items() if arm["window_steps"] < FEW_STEPS}
+    if not steps:
+        return ""
+    few = ", ".join(f"{name} {count}" for name, count in steps.items())
+    return f"figures of few steps ({few}): give more --steps before you rely on them"
+
+
 def rows(point: Mapping[str, Any]) -> list[list[str]]:
     """One row per arm: its name, then a cell per column."""
     return [[name, *(cell(arm) for _, _, cell in COLUMNS)] for name, arm in point["arms"].items()]
@@ -77,6 +90,8 @@ def point_text(symbol: str, point: Mapping[str, Any]) -> str:
     table = [["arm", *(heading for heading, _, _ in COLUMNS)], *rows(point)]
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = [f"{point_name(symbol, point)}: {ceilings_text(point)}"]
+    if few := window_text(point):
+        lines.append(f"  {few}")
     for row in table:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
         lines.append("  " + "  ".join(cells))

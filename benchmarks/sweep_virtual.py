@@ -20,9 +20,8 @@ from benchmarks.sweep_figures import Measured, Point, Seeded
 from benchmarks.sweep_table import run_text
 from benchmarks.tails import mean_of
 from benchmarks.virtual.measure import generation_ceiling, measure, training_ceiling
-from benchmarks.virtual.scenario import LearnerModel, World, build_world, load_world, merged
+from benchmarks.virtual.scenario import LearnerModel, World, build_world, load_world, merged, parse_sets
 from benchmarks.virtual.world import quiet
-from segue.config import parse_overrides
 
 _WARM_SHARE = 4
 """At least one in so many steps fills the pipeline: where episodes take many steps, the first batches hold short ones only."""
@@ -126,15 +125,15 @@ def _scaled(learner: LearnerModel, scale: float) -> dict[str, float]:
 
 
 def _world(plan: Plan, tables: Mapping[str, Any], seed: int, arm: Mapping[str, Any] | None = None) -> World:
-    """The scenario with, one over the other: the point's tables, --set, the seed and steps, the arm."""
+    """The scenario with, one over the other: --set, the seed and steps, the point's tables (made from those), the arm."""
     path = plan.source
     if not tables and arm is None:
         return load_world(path, _asked(plan, seed))
     data = tomllib.loads(path.read_text(encoding="utf-8"))
-    data = merged(merged(data, tables), _asked(plan, seed))
+    data = merged(merged(data, _asked(plan, seed)), tables)
     return build_world(merged(data, {"config": arm or {}}), str(path), path.parent)
 
 
 def _asked(plan: Plan, seed: int) -> dict[str, Any]:
     config: dict[str, Any] = {"seed": seed} | ({"steps": plan.steps} if plan.steps is not None else {})
-    return merged(parse_overrides(plan.overrides), {"config": config})
+    return merged(parse_sets(plan.overrides), {"config": config})

@@ -17,9 +17,8 @@ from benchmarks import result
 from benchmarks.command import Parser, ended, json_file
 from benchmarks.figures import Figures
 from benchmarks.virtual.measure import measure
-from benchmarks.virtual.scenario import load_world
+from benchmarks.virtual.scenario import load_world, parse_sets
 from benchmarks.virtual.world import Ran, quiet
-from segue.config import parse_overrides
 from segue.errors import RunFailed, UserError
 
 FOLDER = Path(__file__).resolve().parent.parent / "scenarios"
@@ -66,7 +65,7 @@ def main() -> int:
     where = result.machine()
     quiet()
     try:
-        world = load_world(args.scenario, parse_overrides(args.overrides))
+        world = load_world(args.scenario, parse_sets(args.overrides))
         began = time.perf_counter()
         figures, ran = measure(world, ceilings=not args.no_ceilings)
     except (RunFailed, UserError) as error:

@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.published import Published
-from segue.config import Config
+from segue.config import Config, parse_overrides
 from segue.config.root import resolve
 from segue.errors import UserError
 
@@ -117,6 +117,20 @@ class World(msgspec.Struct, frozen=True):
     scenario: Scenario
     config: Config
     values: dict[str, tuple[float, ...]]
+
+
+def parse_sets(overrides: list[str]) -> dict[str, Any]:
+    """What --set says over a scenario, as nested tables. Raises `UserError`, also for a table that no scenario has: Segue's own
+    keys, which --set of a run names so, are one deeper here."""
+    tables = parse_overrides(overrides)
+    known = [name for name in Scenario.__struct_fields__ if name != "paper"]
+    for key in tables:
+        if key not in known:
+            raise UserError(
+                f"--set {key}… goes into no part of a scenario ({', '.join(known)}): Segue's own keys are in config, as in "
+                "--set config.staleness.max_age=2."
+            )
+    return tables
 
 
 def load_world(path: Path, overrides: Mapping[str, Any] | None = None) -> World:

@@ -326,6 +326,7 @@ def test_without_matplotlib_a_sweep_says_so_before_it_runs(
 # --- table and page ---------------------------------------------------------------------------------------------------------
 
 ARM: dict[str, Any] = {
+    "window_steps": 7,
     "tokens_per_second": 1234.0,
     "speedup": None,
     "step_seconds": 2.0,
@@ -346,7 +347,13 @@ def test_the_table_has_every_figure_and_dashes_for_what_is_not_known() -> None:
     heading, columns, row = sweep_table.point_text("longest/mean", point).split("\n")
     assert heading == "longest/mean 2: ceilings not measured"
     assert columns.split()[:3] == ["arm", "tokens/s", "speed-up"] and len(columns) == len(row)
-    assert " ".join(row.split()) == "sync 1,234 – 2.00 25% 50% 90% 100% – / – of 4 12.5% 1.0% 0.980 3 0.500"
+    assert " ".join(row.split()) == "sync 1,234 – 0.500 7 2.00 25% 50% 90% 100% – / – of 4 12.5% 1.0% 0.980 3"
+
+
+def test_a_window_of_few_steps_is_told_of_on_the_console_and_the_page() -> None:
+    point = {"x": 2.0, "spread": None, "arms": {"sync": ARM, "async_keep": ARM | {"window_steps": 1}}}
+    _, few, _, _, _ = sweep_table.point_text("longest/mean", point).split("\n")
+    assert few.strip() == "figures of few steps (async_keep 1): give more --steps before you rely on them"
 
 
 def test_a_point_out_of_balance_is_marked() -> None:
