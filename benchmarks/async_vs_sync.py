@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from typing import Any
 from benchmarks import result
 from benchmarks.command import Parser, ended, json_file
 from benchmarks.figures import ROLES, Window, state_shares
-from benchmarks.watched import Watched, train
+from benchmarks.watched import Watched, scratch, train
 from envpool.environment import Suite, Timed
 from envpool.suites import load_suite
 from scheduler.tasks import EpochSampler
@@ -269,15 +267,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     where = result.machine()
-    scratch = args.keep or Path(tempfile.mkdtemp(prefix="segue-async-vs-sync-"))
     try:
-        figures = measure(args, scratch)
+        with scratch("async-vs-sync", args.keep) as folder:
+            figures = measure(args, folder)
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
-    finally:
-        if args.keep is None:
-            shutil.rmtree(scratch, ignore_errors=True)
     seeds = [args.seed + repeat for repeat in range(args.repeats)]
     packages = ("torch", "transformers", "ray")
     told = result.document("async_vs_sync", figures, seeds=seeds, arguments=vars(args), packages=packages, where=where)

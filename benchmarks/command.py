@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from benchmarks import children
-from segue.errors import DiskFailed
+from segue.errors import DiskFailed, RunFailed
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -38,6 +38,8 @@ def json_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder: name a file")
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a plain file, and would be replaced by one: name another")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}: make it, or name another file")
     if not os.access(path.parent, os.W_OK):
@@ -93,6 +95,9 @@ def ended(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("Interrupted: nothing was written.", file=sys.stderr)
         code = INTERRUPTED
+    except RunFailed as error:  # figures that cannot be written, on a full disk
+        print(sentence(error), file=sys.stderr)
+        code = 1
     return 128 + interrupts.first if code == INTERRUPTED and interrupts.first is not None else code
 
 

@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=positive, default=32)
     parser.add_argument("--context", type=positive, default=100, help="tokens of context at the start")
     parser.add_argument("--new", type=positive, default=128, help="tokens sampled per sequence")
-    parser.add_argument("--hidden", type=int, default=160)
+    parser.add_argument("--hidden", type=positive, default=160)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--head-size", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=0, help="0: as many as heads")

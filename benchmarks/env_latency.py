@@ -17,8 +17,9 @@ import msgspec
 
 from benchmarks.command import ended
 from benchmarks.suite_latency import suite_latency
-from benchmarks.sweep import Sweep, run
+from benchmarks.sweep import run
 from benchmarks.sweep_figures import Point
+from benchmarks.sweep_plan import Sweep
 from benchmarks.tails import mean_of
 from benchmarks.virtual.distributions import Distribution
 from benchmarks.virtual.scenario import World

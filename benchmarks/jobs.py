@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.command import INTERRUPTED, interrupt
 from segue.cluster.processes import die_with_parent
-from segue.errors import RunFailed
+from segue.errors import DiskFailed, RunFailed
 
 END_SECONDS = 10.0
 """How long a process at work may take to clean up."""
@@ -86,6 +86,8 @@ def _play(play: Callable[..., R], arguments: tuple[Any, ...]) -> R | _Failed:
         signal.signal(number, lambda *_: interrupt())
     try:
         return play(*arguments)
+    except DiskFailed:
+        raise
     except RunFailed as error:
         return _Failed(error.part, error.sentence)
     except KeyboardInterrupt:

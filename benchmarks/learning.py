@@ -167,6 +167,7 @@ def measure(args: argparse.Namespace, plan: Plan, scratch: Path) -> tuple[dict[s
 
     def run(cell: Cell) -> Outcome:
         folder = scratch / cell.name
+        shutil.rmtree(folder, ignore_errors=True)  # of a call that was cut short, with --keep
         outcome = run_cell(plan.config, plan.shared, cell, folder)
         if args.keep is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -254,11 +255,13 @@ def main() -> int:
         print(sentence(error), file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
+        if args.keep is None:
+            shutil.rmtree(scratch, ignore_errors=True)
         print(f"Interrupted: cells that were done are in {args.results}; the same command goes on.", file=sys.stderr)
         return INTERRUPTED
     finally:
-        if args.keep is None:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            scratch.rmdir()  # what it holds are cells that failed, whose logs were named
 
 
 if __name__ == "__main__":

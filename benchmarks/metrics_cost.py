@@ -14,7 +14,6 @@ Exit code 1: the run failed, or the share is not below the limit, a hundredth.
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +21,10 @@ from typing import Any
 
 from benchmarks import result
 from benchmarks.command import Parser, ended, json_file
-from benchmarks.watched import train
+from benchmarks.watched import scratch, train
 from segue import wire
 from segue.cluster.roles import Facts
+from segue.config import load_config
 from segue.errors import RunFailed, UserError
 from segue.metrics import ActivityClock, Metrics, StateClock
 from segue.metrics.samples import Scrape, grown, role_of
@@ -34,6 +34,7 @@ from segue.report.counted import NAMES
 ROLES = ("scheduler", "rollout", "envpool", "learner")
 INTERVAL_SECONDS = 5.0
 """Between two scrapes, as in monitoring/prometheus/prometheus.yml."""
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "smoke.toml"
 LIMIT = 0.01
 
 
@@ -121,9 +122,9 @@ def measure(config: Path, steps: int, deadline: float) -> dict[str, Any]:
         if line.startswith("step"):
             moments[int(line.split()[1].partition("/")[0])] = time.monotonic()
 
-    with tempfile.TemporaryDirectory(prefix="segue-metrics-cost-") as folder:
+    with scratch("metrics-cost") as folder:
         overrides = [f"steps={steps}", "eval.tasks=0"]
-        watched = train(config, Path(folder) / "run", overrides, range(first, last + 1), deadline, heard=heard)
+        watched = train(config, folder / "run", overrides, range(first, last + 1), deadline, heard=heard)
     per_write = write_seconds()
     before, after = watched.scrapes[first], watched.scrapes[last]
     asked = {role: asked_seconds(role) for role in STATES}
@@ -140,7 +141,7 @@ def overall(roles: dict[str, dict[str, float]]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("metrics-cost", __doc__)
-    parser.add_argument("config", type=Path, nargs="?", default=Path("configs/smoke.toml"))
+    parser.add_argument("config", type=Path, nargs="?", default=CONFIG, help="default: configs/smoke.toml")
     parser.add_argument("--steps", type=int, default=40, help="learner steps, at least 10 (default 40)")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds that the run may take (default 600)")
     parser.add_argument("--json", type=json_file, metavar="FILE", help="write the result there")
@@ -149,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--steps must be 10 or more")
     machine = result.machine()
     try:
+        seed = load_config(args.config).seed
         figures = measure(args.config, args.steps, args.deadline)
     except (UserError, RunFailed) as error:
         print(error, file=sys.stderr)
@@ -159,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     micros = 1e6 * figures["write_seconds"]
     print(f"all: {figures['share']:.3%} of the CPU seconds (limit {LIMIT:.0%}); a write takes {micros:.2f} µs")
     figures["holds"] = figures["share"] < LIMIT
-    result.write(args.json, result.document("metrics_cost", figures, seeds=[0], arguments=vars(args), where=machine))
+    result.write(args.json, result.document("metrics_cost", figures, seeds=[seed], arguments=vars(args), where=machine))
     return 0 if figures["holds"] else 1
 
 

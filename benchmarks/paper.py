@@ -27,7 +27,7 @@ from benchmarks.paper_figures import HEADINGS, NOT_PLAYED, reasons, row_document
 from benchmarks.paper_rows import FOLDER, Played, Row, cost, load_row, load_rows, play_arm
 from benchmarks.results_folder import PAGE, RESULTS, Kept, claimed, earlier, left, refuse_whole
 from benchmarks.virtual.scenario import parse_sets
-from segue.errors import RunFailed, UserError
+from segue.errors import DiskFailed, RunFailed, UserError
 from segue.files import disk_errors, write_atomic
 
 
@@ -64,6 +64,8 @@ def _play(path: Path, overrides: Mapping[str, Any], arm: str, out: Path) -> Play
     row = load_row(path, overrides)
     try:
         return Kept(out).of(f"{row.name}-{arm}", Played, partial(play_arm, row, row.arm(arm)))
+    except DiskFailed:
+        raise
     except RunFailed as error:
         raise RunFailed(error.part, f"{row.name}, {arm}: {error.sentence}") from error
 

@@ -145,7 +145,7 @@ def _order(order: Sequence[str], played: Mapping[str, Played]) -> dict[str, Any]
     pairs = list(itertools.pairwise(seconds))
     return {
         "from_slow_to_fast": list(order),
-        "holds": all(later <= earlier * (1.0 + TIE) for earlier, later in pairs),
+        "holds": all(later <= min(seconds[:i]) * (1.0 + TIE) for i, later in enumerate(seconds) if i),
         "ties": sum(abs(later / earlier - 1.0) <= TIE for earlier, later in pairs),
     }
 
@@ -207,8 +207,9 @@ def reasons(row: Mapping[str, Any]) -> list[str]:
 
 
 def unexplained(documents: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a claim is not matched without a reason."""
-    return any(not claim["within"] and not claim["reason"] for row in documents for claim in row.get("claims", ()))
+    """Whether a claim is not matched without a reason, or the published arms do not keep their order."""
+    missed = any(not claim["within"] and not claim["reason"] for row in documents for claim in row.get("claims", ()))
+    return missed or any(not row["order"]["holds"] for row in documents if row.get("order"))
 
 
 def number(value: float) -> str:

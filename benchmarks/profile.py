@@ -23,7 +23,6 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from benchmarks import result
 from benchmarks.command import Parser, ended, json_file
 from benchmarks.cpu import CpuWatch, Process
 from benchmarks.figures import ROLES, Window, state_shares
-from benchmarks.watched import Watched, steps_done, train
+from benchmarks.watched import Watched, scratch, steps_done, train
 from segue.config import Config, load_config
 from segue.errors import RunFailed, UserError
 from segue.metrics.samples import Scrape, grown
@@ -203,8 +202,8 @@ def main() -> int:
         config = load_config(args.config, overrides)
         Window.of(config.steps, config.staleness.max_age, LEAST)  # before anything is started
         where = result.machine()
-        with tempfile.TemporaryDirectory(prefix="segue-profile-") as scratch:
-            run = args.keep if args.keep is not None else Path(scratch) / "run"
+        with scratch("profile") as folder:
+            run = args.keep if args.keep is not None else folder / "run"
             found = profile(config, args.config, run, overrides, args.functions)
     except UserError as error:
         print(error, file=sys.stderr)

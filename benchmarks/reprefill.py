@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +28,7 @@ from typing import Any
 
 from benchmarks import result
 from benchmarks.command import Parser, ended, json_file, positive
-from benchmarks.watched import Watched, train
+from benchmarks.watched import Watched, scratch, train
 from segue.config import load_config
 from segue.errors import RunFailed, UserError
 from segue.metrics.samples import grown
@@ -56,7 +54,6 @@ class Workload:
 
 
 COMMON: dict[str, Any] = {
-    "seed": 0,
     "task.args.distribution": "constant",
     "task.args.mean": 0.01,
     "group.size": 1,
@@ -212,6 +209,7 @@ def measure(name: str, args: argparse.Namespace, scratch: Path) -> dict[str, Any
     work = WORKLOADS[name]
     settings = {
         **COMMON,
+        "seed": args.seed,
         "steps": args.steps or work.steps,
         "rollout.engine": args.engine,
         "rollout.slots": work.places,
@@ -293,6 +291,19 @@ def told(name: str, run: Mapping[str, Any]) -> str:
     )
 
 
+def workloads(args: argparse.Namespace, scratch: Path, failed: list[str]) -> dict[str, Any]:
+    """Those asked for, one after the other; `failed` gets the names of those that are too far off."""
+    runs: dict[str, dict[str, Any]] = {}
+    for name in args.workloads:
+        run = runs[name] = measure(name, args, scratch)
+        judged = run["ratio_corrected" if name in BROKEN else "ratio"]
+        if abs(judged - 1) > TOLERANCE:
+            failed.append(name)
+        print(told(name, run), flush=True)
+    ratios = [run["ratio"] for name, run in runs.items() if name not in BROKEN]
+    return {"workloads": runs, "worst": max((abs(ratio - 1) for ratio in ratios), default=None)}
+
+
 # --- the command --------------------------------------------------------------------------------------------------------------
 
 
@@ -317,31 +328,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     where = result.machine()
-    scratch = args.keep or Path(tempfile.mkdtemp(prefix="segue-reprefill-"))
     failed: list[str] = []
     found: dict[str, Any] = {"engine": args.engine}
     try:
-        if args.policy:
-            found |= compare(args, scratch)
-        else:
-            found["workloads"] = {}
-            for name in args.workloads:
-                run = found["workloads"][name] = measure(name, args, scratch)
-                judged = run["ratio_corrected" if name in BROKEN else "ratio"]
-                if abs(judged - 1) > TOLERANCE:
-                    failed.append(name)
-                print(told(name, run), flush=True)
-            ratios = [run["ratio"] for name, run in found["workloads"].items() if name not in BROKEN]
-            found["worst"] = max((abs(ratio - 1) for ratio in ratios), default=None)
+        with scratch("reprefill", args.keep) as folder:
+            if args.policy:
+                found |= compare(args, folder)
+            else:
+                found |= workloads(args, folder, failed)
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
-    finally:
-        if args.keep is None:
-            shutil.rmtree(scratch, ignore_errors=True)
     packages = ("torch", "transformers", "ray")
+    seeds = [args.seed + repeat for repeat in range(args.repeats if args.policy else 1)]
     result.write(
-        args.json, result.document("reprefill", found, seeds=[args.seed], arguments=vars(args), packages=packages, where=where)
+        args.json, result.document("reprefill", found, seeds=seeds, arguments=vars(args), packages=packages, where=where)
     )
     if failed:
         print(f"More than {TOLERANCE:.0%} off: {', '.join(failed)}.", file=sys.stderr)

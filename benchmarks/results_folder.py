@@ -128,9 +128,11 @@ class Kept:
         return sorted(path.stem for path in self.folder.glob(f"{pattern}.json"))
 
     def drop(self, pattern: str) -> None:
-        """What has become figures of results.json."""
+        """What has become figures of results.json; the folder too, once it is empty."""
         for path in self.folder.glob(f"{pattern}.json"):
             path.unlink()
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
 
 
 def flat(tables: Mapping[str, Any], parents: str = "") -> dict[str, Any]:

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import result
 from benchmarks.command import Parser, ended, json_file, positive
-from benchmarks.watched import train
+from benchmarks.watched import scratch, train
 from segue.errors import RunFailed, UserError
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "latency.toml"
@@ -99,10 +98,10 @@ def main() -> int:
     where = result.machine()
     pairs: list[dict[str, dict[str, Any]]] = []
     try:
-        with tempfile.TemporaryDirectory(prefix="segue-routing-") as folder:
+        with scratch("routing") as folder:
             for repeat in range(args.repeats):
                 order = list(ARMS) if repeat % 2 == 0 else list(reversed(ARMS))
-                pair = {arm: run_arm(arm, args.seed + repeat, args.engine, args.steps, Path(folder)) for arm in order}
+                pair = {arm: run_arm(arm, args.seed + repeat, args.engine, args.steps, folder) for arm in order}
                 pairs.append(pair)
                 print(f"pair {repeat}: " + "; ".join(f"{arm} {_shown(pair[arm])}" for arm in ARMS), flush=True)
     except (RunFailed, UserError) as error:

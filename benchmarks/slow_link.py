@@ -54,9 +54,9 @@ class Namespaces:
                 _run("ip", "-n", name, "address", "add", f"{address}/30", "dev", "link0")
                 _run("ip", "-n", name, "link", "set", "link0", "up")
                 _run("ip", "-n", name, "link", "set", "lo", "up")
-        except UserError:
+        except BaseException:  # also Ctrl-C and a command that hangs
             for name in made:
-                _run("ip", "netns", "delete", name)
+                _run("ip", "netns", "delete", name, may_fail=True)
             raise
 
     def prefix(self, end: int) -> list[str]:

@@ -16,7 +16,7 @@ import importlib
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,71 +24,14 @@ from typing import Any
 import msgspec
 
 from benchmarks import page, plots, result, sweep_table
-from benchmarks.arms import Arm, chosen
+from benchmarks.arms import chosen
 from benchmarks.command import INTERRUPTED, Parser, sentence
 from benchmarks.jobs import each
 from benchmarks.results_folder import PAGE, RESULTS, Kept, claimed, earlier, left, refuse_whole
 from benchmarks.sweep_figures import Point, Seeded, gathered, point_document
-from benchmarks.virtual.scenario import World
-from segue.config import Config
+from benchmarks.sweep_plan import CONFIG, FOLDER, Plan, Sweep
 from segue.errors import RunFailed, UserError
 from segue.files import disk_errors, write_atomic
-
-FOLDER = Path(__file__).resolve().parent
-CONFIG = FOLDER.parent / "configs" / "balanced.toml"
-
-
-class Sweep(msgspec.Struct, frozen=True):
-    """What a benchmark sweeps.
-
-    axis, symbol      of the points, in words with their unit, and in short
-    low, high         the points allowed
-    points, spreads   by default; no spreads: one panel
-    relative          points are in times of sampling an action, which a real sweep then measures first
-    varies            keys of a scenario that a point decides, `varies_real` those of a config: --set may not
-    virtual           tables over a scenario that put it at a point
-    real              overrides of a config that put it at a point; the last argument is the seconds that sampling an action takes
-    """
-
-    name: str
-    title: str
-    axis: str
-    symbol: str
-    low: float
-    high: float
-    points: tuple[float, ...]
-    points_real: tuple[float, ...]
-    virtual: Callable[[World, Point], dict[str, Any]]
-    real: Callable[[Config, Point, float], list[str]]
-    varies: tuple[str, ...]
-    varies_real: tuple[str, ...]
-    relative: bool = False
-    spreads: tuple[float, ...] = ()
-    spread_limits: tuple[float, float] = (0.0, 0.0)
-    spread_label: str = ""
-
-    @property
-    def scenario(self) -> Path:
-        """Of the points in virtual time."""
-        return FOLDER / "scenarios" / f"{self.name}.toml"
-
-
-class Plan(msgspec.Struct, frozen=True):
-    """What was asked for, checked."""
-
-    sweep: Sweep
-    points: list[Point]
-    arms: list[Arm]
-    seeds: list[int]
-    overrides: list[str]
-    steps: int | None
-    redundancy: int
-    source: Path
-    sized: bool = True
-    ceilings: bool = True
-    real: bool = False
-    jobs: int = 1
-
 
 # --- asking -----------------------------------------------------------------------------------------------------------------
 
@@ -109,7 +52,11 @@ def parser(sweep: Sweep, about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="*", metavar="ARM", help="default: all (benchmarks/arms.py)")
     parser.add_argument("--repeats", type=int, default=1, help="runs per arm and point, each with the next seed (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the first")
-    parser.add_argument("--steps", type=int, help="of every run; default: the scenario's or config's")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="of every run (with --real: of asynchronous ones; others get the same window); default: the scenario's or config's",
+    )
     parser.add_argument(
         "--redundancy", type=int, default=1, metavar="R", help="members that groups of redundant arms have more (default 1)"
     )

@@ -6,12 +6,8 @@ config as it is, asynchronous; arms share cores, batch and concurrency with them
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,15 +19,16 @@ from benchmarks.async_vs_sync import turn_seconds
 from benchmarks.figures import Efficiency, Window, figures_of, mean_length
 from benchmarks.results_folder import Kept
 from benchmarks.suite_latency import deadlines
-from benchmarks.sweep import Plan
 from benchmarks.sweep_figures import Measured, Point, Seeded
+from benchmarks.sweep_plan import Plan
 from benchmarks.sweep_table import point_name, run_text
-from benchmarks.watched import Watched, train
+from benchmarks.watched import Watched, scratch, train
 from segue.cluster.cores import cores_text
 from segue.config import Config, load_config
-from segue.errors import RunFailed, UserError
+from segue.errors import UserError
 
-RUN_SECONDS = 1800.0
+RUN_SECONDS = 4 * 3600.0
+"""Of one run: a synchronous one with heavy tails takes minutes per step. A run that is stuck ends by its own deadlines."""
 
 
 def setup(plan: Plan) -> dict[str, Any]:
@@ -124,7 +121,7 @@ def _arm(plan: Plan, base: Config, overrides: list[str]) -> tuple[Config, list[s
 
 def _ceilings(plan: Plan, overrides: list[str]) -> ceilings.Ceilings:
     print("generation alone, then training alone …", flush=True)
-    with _scratch("ceilings") as folder:
+    with scratch("ceilings") as folder:
         found = ceilings.measure(plan.source, _all(plan, overrides), folder)
     print(
         f"seed {overrides[-1].partition('=')[2]}: generation alone {found.generation:,.0f}, training alone {found.training:,.0f} "
@@ -133,20 +130,6 @@ def _ceilings(plan: Plan, overrides: list[str]) -> ceilings.Ceilings:
         flush=True,
     )
     return found
-
-
-@contextlib.contextmanager
-def _scratch(name: str) -> Iterator[Path]:
-    """A folder for runs, which stays where one of them fails, for its logs."""
-    folder = Path(tempfile.mkdtemp(prefix=f"segue-{name}-"))
-    try:
-        yield folder
-    except RunFailed:
-        raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _against(measured: Measured, found: ceilings.Ceilings | None) -> Measured:
@@ -162,7 +145,7 @@ def _with(measured: Measured, **figures: Any) -> Measured:
 def generation_seconds(plan: Plan) -> float:
     """Mean seconds that sampling an action takes while all slots decode; measured once per sweep."""
     print("how long sampling an action takes …", flush=True)
-    with _scratch("sweep") as folder:
+    with scratch("sweep") as folder:
         seconds = ceilings.generation_seconds(plan.source, tuple(_all(plan, [])), folder)
     print(f"how long sampling an action takes: {seconds:.3f} s", flush=True)
     return seconds
@@ -177,7 +160,7 @@ def _measured(watched: Watched, window: Window, config: Config, seed: int) -> Me
 
 
 def _train(plan: Plan, overrides: list[str], window: Window) -> Watched:
-    with _scratch("sweep") as folder:
+    with scratch("sweep") as folder:
         return train(plan.source, folder / "run", _all(plan, overrides), {window.warm, window.last}, RUN_SECONDS)
 
 

@@ -15,8 +15,8 @@ import msgspec
 
 from benchmarks.figures import Efficiency, Figures, Window, length_bias
 from benchmarks.results_folder import Kept
-from benchmarks.sweep import Plan
 from benchmarks.sweep_figures import Measured, Point, Seeded
+from benchmarks.sweep_plan import Plan
 from benchmarks.sweep_table import run_text
 from benchmarks.tails import mean_of
 from benchmarks.virtual.measure import generation_ceiling, measure, training_ceiling

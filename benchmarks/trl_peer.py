@@ -20,10 +20,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from benchmarks.async_vs_sync import rate, setup, spread
 from benchmarks.command import Parser, ended, install, json_file
 from benchmarks.figures import Window
 from benchmarks.trl_worker import STEPS_FILE
-from benchmarks.watched import train
+from benchmarks.watched import scratch, train
 from segue.cluster.prepare import find_model
 from segue.config import Config, load_config, to_toml
 from segue.errors import RunFailed, UserError
@@ -199,18 +197,14 @@ def check(args: argparse.Namespace) -> None:
 
 def main() -> int:
     where = result.machine()
-    scratch = None
     try:
         args = parse()
         check(args)
-        scratch = args.keep or Path(tempfile.mkdtemp(prefix="segue-trl-"))
-        figures = measure(args, scratch)
+        with scratch("trl", args.keep) as folder:
+            figures = measure(args, folder)
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
-    finally:
-        if scratch is not None and scratch != args.keep:
-            shutil.rmtree(scratch, ignore_errors=True)
     seeds = [args.seed + repeat for repeat in range(args.repeats)]
     packages = ("torch", "transformers", "ray", "trl", "datasets", "accelerate")
     told = result.document("trl_peer", figures, seeds=seeds, arguments=vars(args), packages=packages, where=where)

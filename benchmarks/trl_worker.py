@@ -1,7 +1,7 @@
 """The process that trains with TRL for `benchmarks.trl_peer`: `python -m benchmarks.trl_worker JOB.json`.
 
 consumes     the job: a resolved config, a model folder, steps, threads
-produces     one JSON line per step on standard output; TRL's own output goes to standard error
+produces     one JSON line per step in the job folder's steps.jsonl; TRL's own output goes to standard output and error
 
 TRL's GRPO trainer with a `rollout_func`, its way to multi-turn episodes whose actions are not tool calls: the policy of the
 benchmark is a random one that calls nothing. Each turn is sampled by the trainer's own generation (`_generate_single_turn`, which

@@ -9,12 +9,15 @@ on cancel      the child is stopped, and with it everything it started
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +41,23 @@ class Watched:
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
     scrapes: dict[int, Scrape]
+
+
+@contextlib.contextmanager
+def scratch(name: str, keep: Path | None = None) -> Iterator[Path]:
+    """A folder for runs: `keep`, or a new one that goes afterwards; not where a run failed, whose sentence names its logs."""
+    if keep is not None:
+        yield keep
+        return
+    folder = Path(tempfile.mkdtemp(prefix=f"segue-{name}-"))
+    try:
+        yield folder
+    except RunFailed:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def train(

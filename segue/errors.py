@@ -22,6 +22,10 @@ class DiskFailed(RunFailed):
     def __init__(self, place: str, and_then: str) -> None:
         super().__init__("disk", f"{place}{and_then}.")
         self.place = f"{place}."
+        self.args = (place, and_then)  # what it is made of again in another process
+
+    def __str__(self) -> str:
+        return self.sentence
 
 
 class WireError(ValueError):

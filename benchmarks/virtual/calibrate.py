@@ -11,8 +11,9 @@ decode, prefill  While an engine generates with b requests running, the time tha
                  t = decode_seconds + decode_seconds_per_request · b + prefill_seconds_per_token · b · P / N, with P prefilled and
                  N sampled tokens (all share the engine). b is the sum of turns' seconds over the seconds in state `generate`, at
                  most the slots. Each window of a run is one equation; solved by least squares without negative terms.
-env latency      The histogram of `segue_env_step_seconds` as an empirical distribution, scaled to its exact mean; resets by their
-mean. learner step     A line through (tokens, seconds) of the steps, if it rises; gathering and publishing by their mean.
+env latency      The histogram of `segue_env_step_seconds` as an empirical distribution, scaled to its exact mean; resets by
+                 their mean.
+learner step     A line through (tokens, seconds) of the steps, if it rises; gathering and publishing by their mean.
 weights          The mean transfer and load.
 workload         Mean lengths and turns; turns of the suite `latency` are uniform between its own limits.
 """
@@ -21,9 +22,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from benchmarks.virtual.scenario import (
     build_world,
 )
 from benchmarks.virtual.world import quiet
-from benchmarks.watched import Watched, train
+from benchmarks.watched import Watched, scratch, train
 from segue.config import Config, load_config, parse_overrides
 from segue.errors import RunFailed, UserError
 from segue.metrics.samples import Scrape, difference, grown, quantile
@@ -229,7 +228,7 @@ def fit(observed: Sequence[Observed], config: Config) -> tuple[Scenario, dict[st
 
 def _turns(config: Config, mean: float) -> Distribution:
     args = config.task.args
-    if config.task.env == "latency" and "turns_min" in args and "turns_max" in args:
+    if config.task.env == "latency" and "turns_min" in args and "turns_max" in args and not args.get("turns_mean"):
         low, high = args["turns_min"], args["turns_max"]
         return Distribution("uniform", mean=(low + high) / 2, low=low - 0.499, high=high + 0.499)
     return Distribution(mean=mean)
@@ -346,16 +345,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     where = result.machine()
     quiet()
-    scratch = Path(tempfile.mkdtemp(prefix="segue-calibrate-"))
     try:
         args = parse()
-        figures = compare(args, scratch)
+        with scratch("calibrate") as folder:
+            figures = compare(args, folder)
         seeds = sorted({one.config.seed for fits, held in [asked(args)] for one in (*fits, held)})
     except (RunFailed, UserError) as error:
         print(error, file=sys.stderr)
         return 1 if isinstance(error, RunFailed) else 2
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     told = result.document(
         "virtual.calibrate", figures, seeds=seeds, arguments=vars(args), packages=("torch", "ray"), where=where
     )

@@ -1,7 +1,5 @@
 """Plays a scenario and says what it reached, with its two ceilings: what generation alone and what training alone could do.
 
-    python -m benchmarks.virtual benchmarks/scenarios/NAME.toml [--set config.mode=sync] [--json FILE]
-
 The ceiling of generation is the same world with a sink for a learner: it takes every batch at once and publishes nothing, and no
 age bound and no last step holds admission back, so that every episode loop is busy; counted are sampled tokens per second once
 the loops were filled, and there it ends. The ceiling of training is the learner fed from the recorded batches of the run: its

@@ -242,10 +242,10 @@ def _config(scenario: Scenario, where: str) -> Config:
     data["eval"] = {"tasks": 0, "before": False, "after": False}
     pool = data.setdefault("envpool", {})
     if isinstance(pool, dict) and isinstance(rollout, dict) and not {"workers", "instances"} & set(pool):
-        loops = rollout.get("nodes", 2) * rollout.get("max_episodes", 48)
-        if isinstance(loops, int):
+        nodes, loops, pools = rollout.get("nodes", 2), rollout.get("max_episodes", 48), pool.get("pools", 1)
+        if all(type(count) is int and count > 0 for count in (nodes, loops, pools)):  # others are refused below
             pool["instances"] = _SLOTS_PER_WORKER
-            pool["workers"] = -(-loops // (pool.get("pools", 1) * _SLOTS_PER_WORKER)) + 1  # one to spare while episodes close
+            pool["workers"] = -(-nodes * loops // (pools * _SLOTS_PER_WORKER)) + 1  # one to spare while episodes close
     config = resolve(data, f"{where} [config]")
     if config.weightsync.staging == "none":
         raise UserError(f"{where} sets config.weightsync.staging = 'none', which is not modelled: leave it out.")

@@ -1,5 +1,5 @@
 """A virtual world: the production shells of scheduler, nodes and env pools in one process on one loop with a logical clock, wired
-with in-process peers as serial mode is, and the modelled parts at their ports. `run` plays a scenario to its end.
+with in-process peers as serial mode is, and the modelled parts at their ports. `play` plays a scenario to its end.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +41,21 @@ def test_figures_with_nowhere_to_go_are_refused_before_the_measurement(
     with pytest.raises(SystemExit):
         parser.parse_args(["--json", str(tmp_path / name)])
     assert sentence in capsys.readouterr().err
+
+
+def test_what_is_no_plain_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a plain file, and would be replaced by one: name another"):
+            json_file(str(path))
+
+
+@pytest.mark.usefixtures("signals")
+def test_figures_that_cannot_be_written_are_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> int:
+        raise DiskFailed("The disk of X is full", ": free some, and go on with --resume")
+
+    assert ended(full) == 1 and capsys.readouterr().err == "The disk of X is full.\n"
 
 
 def test_every_json_option_of_ours_is_checked_so() -> None:

@@ -208,6 +208,19 @@ def test_a_row_that_is_not_matched_stays_with_its_reason(queue: tuple[Row, dict[
     assert near["claims"][0]["within"] and not unexplained([near])
 
 
+@pytest.mark.parametrize(
+    ("seconds", "holds"), [((103.0, 102.0, 102.5), True), ((100.0, 100.9, 101.8), False), ((100.0, 101.5, 90.0), False)]
+)
+def test_an_order_that_creeps_upwards_does_not_hold(
+    seconds: tuple[float, ...], holds: bool, queue: tuple[Row, dict[str, Played]]
+) -> None:
+    base = queue[1]["queue"]
+    played = {str(i): msgspec.structs.replace(base, step_seconds=value) for i, value in enumerate(seconds)}
+    order = paper_figures._order(list(played), played)
+    assert order["holds"] is holds
+    assert unexplained([{"claims": [], "order": order}]) is not holds
+
+
 def test_what_is_not_simulated_stands_in_the_table() -> None:
     assert table([NOT_PLAYED])[0][5] == "no: not simulated" and "benchmarks.learning" in reasons(NOT_PLAYED)[0]
 

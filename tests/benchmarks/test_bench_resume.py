@@ -22,14 +22,16 @@ import tomli_w
 from virtual_world import TINY
 
 from benchmarks import paper, result, straggler, sweep, sweep_virtual
+from benchmarks.command import sentence
 from benchmarks.jobs import each
 from benchmarks.paper_rows import play_arm as really_play
 from benchmarks.results_folder import Kept, claimed, earlier, first_difference, flat, left
 from benchmarks.sweep_figures import Point, Seeded
+from benchmarks.sweep_plan import Plan
 from benchmarks.virtual.measure import generation_ceiling
 from benchmarks.virtual.measure import measure as really_measure
 from benchmarks.virtual.scenario import World
-from segue.errors import RunFailed, UserError
+from segue.errors import DiskFailed, RunFailed, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 300.0
@@ -174,6 +176,8 @@ def square(number: int) -> int:
         raise RunFailed("part", "thirteen")
     if number == 14:
         raise UserError("fourteen")
+    if number == 15:
+        raise DiskFailed("The disk of X is full", ": free some, and go on with --resume")
     return number * number
 
 
@@ -187,6 +191,10 @@ def test_work_comes_back_with_its_place_and_failures_as_themselves(jobs: int) ->
     assert failed.value.part == "part"
     with pytest.raises(UserError, match="fourteen"):
         list(each(square, [(14,)], jobs))
+    with pytest.raises(DiskFailed) as full:
+        list(each(square, [(15,)], jobs))
+    assert sentence(full.value) == "The disk of X is full."  # a benchmark has no --resume
+    assert str(full.value) == "The disk of X is full: free some, and go on with --resume."
 
 
 def work_on(number: int, folder: Path) -> int:
@@ -240,7 +248,7 @@ class Cut:
         self.measured: list[float] = []
         real = sweep.measure_seed
 
-        def measure_seed(asked: sweep.Plan, point: Point, seed: int, out: Path) -> Seeded:
+        def measure_seed(asked: Plan, point: Point, seed: int, out: Path) -> Seeded:
             if point.x in ends:
                 raise ends[point.x]
             self.measured.append(point.x)

@@ -10,15 +10,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tomli_w
 from virtual_world import TINY
 
-from benchmarks import env_latency, page, plots, straggler, suite_latency, sweep_real, sweep_table
+from benchmarks import env_latency, page, plots, straggler, suite_latency, sweep_real, sweep_table, sweep_virtual
 from benchmarks.arms import ARMS, chosen
 from benchmarks.results_folder import Kept
-from benchmarks.sweep import Plan, Sweep, parser, plan
+from benchmarks.sweep import parser, plan
 from benchmarks.sweep_figures import Point
+from benchmarks.sweep_plan import Plan, Sweep
 from benchmarks.sweep_real import _lines
 from benchmarks.sweep_virtual import batch_tokens, learner_scale, measure_seed, setup, window_of
 from benchmarks.tails import heaviness, with_heaviness
@@ -259,6 +261,14 @@ def test_redundant_arms_begin_with_more_members() -> None:
         (["--points", "20"], "--points 20: the longest of 8 cannot be 20 times the mean"),
         (["--set", "engine.decode_second=1"], "did you mean engine.decode_seconds?"),
         (["--set", "config.batch.group=1"], "did you mean batch.groups?"),
+        (["--set", "staleness.max_age=2"], "--set staleness… goes into no part of a scenario"),
+        (["--set", "workload.turns.spread=2"], "--set workload.turns.spread is what this sweep varies: choose --points"),
+        (["--set", "workload.turns={ mean = 3 }"], "--set workload.turns is what this sweep varies: choose --points"),
+        (["--set", "config.mode=sync"], "--set config.mode is what arms differ in: choose --arms"),
+        (["--set", "config.seed=7"], "--set config.seed has an option of its own: give --seed in its place."),
+        (["--set", "config.group.redundancy=3"], "give --redundancy in its place."),
+        (["--set", "config.envpool.pools=0"], "envpool.pools"),
+        (["--set", "config.rollout.nodes=many"], "rollout.nodes"),
         (["--scenario", "none.toml"], "There is no scenario file none.toml"),
     ],
 )
@@ -279,6 +289,39 @@ def test_a_spread_out_of_range_and_a_config_of_another_suite_are_refused(
     arguments = ["--real", "--config", str(CONFIG.parent / "quickstart.toml"), "--out", str(tmp_path / "b")]
     assert straggler.main(arguments) == 2
     assert "sweep a config whose task.env is 'latency'." in capsys.readouterr().err
+
+
+def test_what_points_decide_is_not_for_set_in_real_sweeps_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for key, words in (
+        ("task.args.mean=3", "is what this sweep varies: choose --points and --spreads"),
+        ("task.args={ mean = 3 }", "is what this sweep varies"),
+        ("mode=sync", "is what arms differ in"),
+        ("seed=3", "give --seed in its place"),
+    ):
+        assert env_latency.main(["--real", "--out", str(tmp_path / "a"), "--set", key]) == 2
+        assert words in capsys.readouterr().err
+    asks = plan(straggler.SWEEP, parser(straggler.SWEEP, None).parse_args(["--real", "--set", "task.args.mean=3"]))
+    assert asks.overrides == ["task.args.mean=3"]  # whose tail is swept, its mean is given
+
+
+def test_set_comes_before_a_point_and_before_the_learners_size(scenario: Path) -> None:
+    """What a point makes of a file and --set stands."""
+    sets = ["--set", "workload.turns.mean=3", "--set", "learner.step_seconds=30"]
+    asks = asked(straggler.SWEEP, scenario, "--points", "2", *sets)
+    base = sweep_virtual._world(asks, {}, 0)
+    tables = straggler.virtual(base, asks.points[0])
+    here = sweep_virtual._world(asks, merged(tables, {"learner": {"step_seconds": 7.0}}), 0)
+    assert here.scenario.workload.turns == msgspec.convert(tables["workload"]["turns"], Distribution)
+    assert (base.scenario.learner.step_seconds, here.scenario.learner.step_seconds) == (30.0, 7.0)
+
+
+def test_without_latency_one_spread_stands_for_all(scenario: Path) -> None:
+    asks = asked(env_latency.SWEEP, scenario, "--points", "0", "5", "--spreads", "0.5", "1")
+    assert [(point.x, point.spread) for point in asks.points] == [(0.0, 0.5), (5.0, 0.5), (5.0, 1.0)]
+    told = {"points": [{"x": point.x, "spread": point.spread} for point in asks.points]}
+    panels = [plots.Panel("", "", spread, lambda arm: None) for spread in (0.5, 1.0)]
+    assert [[point["x"] for point in plots._points(told, panel)] for panel in panels] == [[0.0, 5.0], [0.0, 5.0]]
+    assert [point["spread"] for point in plots._points(told, panels[1])] == [0.5, 1.0]
 
 
 def test_ceilings_of_another_engine_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,9 @@ from benchmarks import ceilings, env_latency, straggler, sweep_real
 from benchmarks.ceilings import Ceilings
 from benchmarks.figures import Window
 from benchmarks.results_folder import Kept
-from benchmarks.sweep import Plan, parser, plan
+from benchmarks.sweep import parser, plan
 from benchmarks.sweep_figures import At, Point, gathered
+from benchmarks.sweep_plan import Plan
 from benchmarks.watched import Watched
 from segue.config import load_config
 from segue.errors import RunFailed, UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.watched import steps_done, train
+from benchmarks.watched import scratch, steps_done, train
 from segue.errors import RunFailed
 from segue.report import step_line, step_text
 from segue.rundir import RunDir
@@ -34,6 +34,22 @@ def test_a_step_is_recognised_on_the_console_as_the_run_prints_it(step: int) -> 
 @pytest.mark.parametrize("line", ["eval before training: success 0.1", "  steps     3/4", "a step 3/4 was made", ""])
 def test_no_other_line_is(line: str) -> None:
     assert steps_done(line) == 0
+
+
+def test_a_folder_for_runs_stays_only_where_one_failed(tmp_path: Path) -> None:
+    with scratch("it") as folder:
+        (folder / "log").touch()
+    assert not folder.exists()
+    with pytest.raises(KeyboardInterrupt), scratch("it") as folder:
+        raise KeyboardInterrupt
+    assert not folder.exists()
+    with pytest.raises(RunFailed), scratch("it") as folder:
+        raise RunFailed("train", f"its logs in {folder}")
+    assert folder.is_dir()
+    folder.rmdir()
+    with scratch("it", tmp_path) as folder:
+        pass
+    assert folder == tmp_path and tmp_path.is_dir()
 
 
 @pytest.mark.processes
