@@ -49,7 +49,7 @@ def text(figures: Figures, ran: Ran, seconds: float) -> str:
         f"(median {figures.step_seconds.median:.2f}, max {figures.step_seconds.max:.2f})",
         f"idle: {idle}",
         f"age: mean {age.mean or 0.0:.2f}, max {age.max or 0} of at most {age.bound}",
-        f"prefill computed before: {figures.reprefill_share or 0.0:.1%}; sampled and never trained: {wasted.run_share:.1%}; "
+        f"re-prefill: {figures.reprefill_share or 0.0:.1%} of all prefill; sampled and never trained: {wasted.run_share:.1%}; "
         f"length bias {f'{bias:.3f}' if bias else '–'}",
     ]
     if (efficiency := figures.efficiency) is not None:
